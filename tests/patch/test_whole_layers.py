@@ -4,12 +4,14 @@ import copy
 import gc
 import io
 import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
 from tiny_qwen3 import IDS, apply, make, step
 from torch.nn.utils import parametrize
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import tilekern
 from tilekern.patch import whole_layers
@@ -151,6 +153,13 @@ def global_hook(model):
     return lambda: (handle.remove(), seen)[1]
 
 
+def compiled(model):
+    seen, mlp = [], model.model.layers[0].mlp
+    # As torch.nn.Module.compile does.
+    mlp._compiled_call_impl = lambda *given: (seen.append(1), mlp._call_impl(*given))[1]
+    return lambda: (delattr(mlp, "_compiled_call_impl"), seen)[1]
+
+
 INSIDE = [
     "input_layernorm", "self_attn", "self_attn.q_proj", "self_attn.o_proj", "self_attn.k_norm",
     "post_attention_layernorm", "mlp", "mlp.act_fn", "mlp.down_proj",
@@ -159,7 +168,7 @@ CHANGES = {
     **{f"a hook on {name}": hooked(name) for name in INSIDE},
     **{f"a forward of {name}'s own": of_its_own(name) for name in INSIDE},
     "another layer": exchanged, "a parametrization": parametrized, "a forward of a class": of_a_class,
-    "a hook on all modules": global_hook,
+    "a hook on all modules": global_hook, "a compiled MLP": compiled,
 }  # fmt: skip
 
 
@@ -181,6 +190,87 @@ def test_what_a_module_does_besides_is_done_when_it_comes_and_not_when_it_has_go
     assert near([found[0], *(gradients.get(name, gradients.get(moved)) for name in order)], expected)
     assert near(steps_of(model, served), expected)
     assert served == [True, True]
+
+
+def biased(name):
+    def change(model, _):
+        layer = model.get_submodule(f"model.layers.0.{name}")
+        layer.bias = torch.nn.Parameter(torch.full((layer.out_features,), 0.01))
+
+    return change
+
+
+def hooks_of_another_dictionary(model, _):
+    layer = model.model.layers[0].mlp.down_proj
+    layer._forward_hooks = OrderedDict()
+    layer.register_forward_hook(lambda *given: 2 * given[-1])
+
+
+def parameters_of_another_dictionary(model, _):
+    layer = model.model.layers[0].mlp.down_proj
+    layer._parameters = {"weight": torch.nn.Parameter(2 * layer.weight.detach()), "bias": None}
+
+
+def plain_attribute(model, _):
+    layer = model.model.layers[0].self_attn.q_proj
+    weight = layer._parameters.pop("weight")
+    layer.weight = 2 * weight.detach()
+
+
+def buffer(model, _):
+    layer = model.model.layers[0].self_attn.q_proj
+    layer.register_buffer("weight", layer._parameters.pop("weight").detach())
+
+
+def forward_of_another(name):
+    def change(model, _):
+        first, second = (layer.get_submodule(name) for layer in model.model.layers)
+        second.forward = first.forward
+
+    return change
+
+
+def another_attention(model, monkeypatch):
+    name = model.config._attn_implementation
+    function = ALL_ATTENTION_FUNCTIONS[name]
+
+    def other(*given, **more):
+        y, weights = function(*given, **more)
+        return 2 * y, weights
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, other)
+
+
+# What changes between two steps, what the second is asked, and how many layers are then one op.
+LATER = {
+    "a bias of a layer that had none": (biased("self_attn.o_proj"), {}, 1),
+    "a bias inside the MLP": (biased("mlp.up_proj"), {}, 1),
+    "a hook in another dictionary": (hooks_of_another_dictionary, {}, 1),
+    "a weight in another dictionary": (parameters_of_another_dictionary, {}, 2),
+    "a weight that is a plain attribute, as of FSDP1": (plain_attribute, {}, 1),
+    "a weight that is a buffer": (buffer, {}, 1),
+    "the forward of another MLP": (forward_of_another("mlp"), {}, 1),
+    "the forward of another norm": (forward_of_another("input_layernorm"), {}, 1),
+    "another attention of that name": (another_attention, {}, 0),
+    "attention to later tokens": (lambda *_: None, {"is_causal": False}, 0),
+    "what Trainer tells of the batch": (lambda *_: None, {"num_items_in_batch": 9}, 2),
+}
+
+
+@pytest.mark.parametrize("kind", LATER)
+def test_what_comes_between_two_steps_is_heeded(kind, served, monkeypatch):
+    change, given, layers = LATER[kind]
+
+    def second_step(attention):
+        model = small(attention)
+        step(model)
+        change(model, monkeypatch)
+        return steps_of(model, served, **given)
+
+    expected = second_step("sdpa")
+    apply()
+    assert near(second_step("tilekern"), expected)
+    assert served == [True] * layers
 
 
 def test_dropout_masks_caches_and_other_attentions_are_the_model_s(served):
@@ -277,6 +367,9 @@ def test_a_layer_that_was_seen_can_be_saved_and_freed(served):
     first = step(model)
     assert near(steps_of(again, served), first)
     assert served == [True, True]
+    gone = weakref.ref(model.model.layers[0].mlp.up_proj.weight)
+    model.model.layers[0].mlp.up_proj = torch.nn.Identity()
+    assert gone() is None
     gone = weakref.ref(model.model.layers[0].self_attn.q_proj.weight)
     del model
     gc.collect()

@@ -140,7 +140,7 @@ class _UnservedError(Exception):
 
 def _plans_of(x: Tensor, cos: Tensor, sin: Tensor, weights: Weights, numbers: Numbers) -> Any:
     key = (
-        x.shape, x.dtype, x.get_device(), cos.shape, sin.shape, numbers.head_dim,
+        x.shape, x.dtype, x.get_device(), cos.shape, cos.get_device(), sin.shape, sin.get_device(), numbers.head_dim,
         *(None if weight is None else (weight.shape, weight.get_device()) for weight in weights),
     )  # fmt: skip
     try:

@@ -113,9 +113,11 @@ def is_from(function: Any, *homes: str) -> bool:
 
 
 def forward_of(module: torch.nn.Module) -> Any:
-    """Return the function of a module's own forward, else of its class's; None if its own is not a method."""
+    """Return the function of a module's own forward, else of its class's; None if its own is no method of it."""
     own = module.__dict__.get("forward")
-    return type(module).forward if own is None else getattr(own, "__func__", None)
+    if own is None:
+        return type(module).forward
+    return getattr(own, "__func__", None) if getattr(own, "__self__", None) is module else None
 
 
 def is_ordinary(activation: torch.nn.Module) -> bool:

@@ -7,7 +7,7 @@ Where one does more, the layer's forward goes on with its parts.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -16,20 +16,23 @@ import torch
 from tilekern import ops
 from tilekern.ops.decoder_layer import Numbers, Weights, decoder_layer
 from tilekern.patch import context_parallel, layers, patterns, replacements
-from tilekern.patch.attention import HEEDED
+from tilekern.patch.attention import HEEDED, attend
 from tilekern.patch.guards import TENSORS, bare_weights, forward_of, has_global_hooks, has_hooks, is_from
 from tilekern.patch.layers import given_of
 from tilekern.patch.table import Norm
 from tilekern.patch.told import ToldMask
-from tilekern.runtime.switches import ATTENTIONS
 
 Function = Callable[..., Any]
 _HEEDED = HEEDED.union(patterns.CACHES) - {"cache_position"}
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _PROJECTIONS, _MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# The parameters of a norm that is not there.
-_NONE = {"weight": None}
+_UNBIASED = ("o_proj", *_MLP)
+_PARAMETERS = ("weight", "bias")
+# Plain attributes: parameters under FSDP1 and weight_norm, and what ``Module.compile()`` puts around a forward.
+_UNUSUAL = (*_PARAMETERS, "_compiled_call_impl")
+# In the order of the op's weights, with those of heads' norms between.
+_BEFORE = (_NORMS[0], "weight"), *((name, kind) for kind in _PARAMETERS for name in _PROJECTIONS)
+_BEHIND = tuple((name, "weight") for name in ("o_proj", _NORMS[1], *_MLP))
 # Where transformers' decorator is written that takes arguments by former names.
 _RENAMES = "transformers.utils.deprecation"
 _STAND_INS = (replacements.__name__, layers.__name__)
@@ -72,6 +75,8 @@ def decoder(original: Function, norms: Collection[str], kinds: Mapping[str, Norm
     """
     names = inspect.unwrap(original).__globals__
     home, window_of, gate_of = names["__name__"], WINDOWS[parts.window], replacements.gates_by("act_fn")
+    attentions = names["ALL_ATTENTION_FUNCTIONS"]
+    places = *_BEFORE, *((name, "weight") for name in parts.heads), *_BEHIND
 
     def is_written(module: Any, name: str) -> bool:
         """Return whether calling a module only runs the forward of a class, as written or as replaced here."""
@@ -83,8 +88,8 @@ def decoder(original: Function, norms: Collection[str], kinds: Mapping[str, Norm
             forward = getattr(forward, "__wrapped__", None)
         return is_from(forward, home, *_STAND_INS)
 
-    def look(self: Any) -> _Kept | None:
-        """Return what the op reads of a layer; None if calling one of its modules would do more than the op."""
+    def look(self: Any) -> _Seen | None:
+        """Return what the op asks of a layer; None if calling one of its modules would do more than the op."""
         modules = self.__dict__["_modules"]
         attention, mlp = modules["self_attn"], modules["mlp"]
         if not is_written(attention, parts.attention) or not is_written(mlp, parts.mlp):
@@ -95,9 +100,9 @@ def decoder(original: Function, norms: Collection[str], kinds: Mapping[str, Norm
             return None
         of_heads = [attention.__dict__["_modules"][name] for name in parts.heads]
         given = [given_of(norm, home, kinds) for norm in (*(modules[name] for name in _NORMS), *of_heads)]
-        return None if None in given else _Kept(self, attention, mlp, parts.heads)
+        return None if None in given else _Seen(self, parts.heads)
 
-    known: WeakKeyDictionary[Any, _Kept] = WeakKeyDictionary()
+    known: WeakKeyDictionary[Any, _Seen] = WeakKeyDictionary()
 
     def whole(self: Any, x: Any, mask: Any, angles: Any, given: dict[str, Any]) -> torch.Tensor | None:
         if is_compiling() or not torch.is_grad_enabled() or type(x) not in TENSORS or not _is_alone(mask, x, given):
@@ -105,14 +110,17 @@ def decoder(original: Function, norms: Collection[str], kinds: Mapping[str, Norm
         is_changed = torch.nn.functional.scaled_dot_product_attention is not context_parallel.SDPA
         if is_changed or not is_from(names[parts.rotation], home, *_STAND_INS):
             return None
-        kept = known.get(self)
-        if kept is None or not kept.holds():
-            kept = look(self)
-            if kept is None:
+        seen = known.get(self)
+        modules = None if seen is None else seen.modules(self)
+        if seen is None or modules is None:
+            seen = look(self)
+            modules = None if seen is None else seen.modules(self)
+            if seen is None or modules is None:
                 known.pop(self, None)
                 return None
-            known[self] = kept
-        weights, (cos, sin), numbers = kept.weights(), angles, kept.numbers(window_of)
+            known[self] = seen
+        weights, (cos, sin) = _weights(modules, places), angles
+        numbers = _numbers(modules, parts.heads, window_of, attentions)
         if weights is None or numbers is None or not _fit(x, cos, sin, numbers.head_dim):
             return None
         starts, longest = given.get("cu_seq_lens_q"), given.get("max_length_q")
@@ -126,63 +134,74 @@ def decoder(original: Function, norms: Collection[str], kinds: Mapping[str, Norm
     return layers.fused_add_rms_norm(original, norms, kinds, whole)
 
 
-class _Kept:
-    """The parts of a layer whose calls were seen to do no more than the op, and what tells that this still holds."""
+class _Seen:
+    """The classes and forwards of a layer's modules whose calls were seen to do no more than the op.
 
-    def __init__(self, layer: Any, attention: Any, mlp: Any, heads: tuple[str, ...]) -> None:
-        owned = (layer, (*_NORMS, "self_attn", "mlp")), (attention, (*_PROJECTIONS, "o_proj", *heads))
-        places = [
-            (one.__dict__["_modules"], name) for one, names in (*owned, (mlp, (*_MLP, "act_fn"))) for name in names
-        ]
-        found = {name: modules[name] for modules, name in places}
-        self._places = []
-        for modules, name in places:
-            one: Any = modules[name]
-            kind: Any = type(one)
-            self._places.append((modules, name, one, kind, one.__dict__, one.__dict__.get("forward"), kind.forward))
-        self._hooks = [one.__dict__[name] for one in found.values() for name in _HOOKS]
-        of = {name: one.__dict__["_parameters"] for name, one in found.items()}
-        by_norms = [(of[name], "weight") for name in heads] or [(_NONE, "weight")] * 2
-        by_projections = [(of[name], kind) for kind in ("weight", "bias") for name in _PROJECTIONS]
-        rest = [(of[name], "weight") for name in ("o_proj", _NORMS[1], *_MLP)]
-        # In the order of the op's weights.
-        self._weights = [(of[_NORMS[0]], "weight"), *by_projections, *by_norms, *rest]
-        self._attention, self._norms = attention, [found[name] for name in (*_NORMS, *heads)]
+    It holds no module: modules that are exchanged, and their weights, are free at once.
+    """
 
-    def holds(self) -> bool:
-        """Return whether no module was exchanged, and none has hooks, another class or another forward."""
-        if any(self._hooks) or has_global_hooks():
-            return False
-        for modules, name, one, kind, own, forward, of_kind in self._places:
-            is_other = modules.get(name) is not one or type(one) is not kind or kind.forward is not of_kind
-            # FSDP1 and weight_norm make plain attributes of parameters.
-            if is_other or own.get("forward") is not forward or "weight" in own or "bias" in own:
-                return False
-        return True
+    def __init__(self, layer: Any, heads: tuple[str, ...]) -> None:
+        owned = ("", (*_NORMS, "self_attn", "mlp")), ("self_attn", (*_PROJECTIONS, "o_proj", *heads))
+        found, self._places = {"": layer}, []
+        for owner, names in (*owned, ("mlp", (*_MLP, "act_fn"))):
+            for name in names:
+                found[name] = one = found[owner].__dict__["_modules"][name]
+                # False, which no forward is, if its own is no method of it: each call may then do something else.
+                self._places.append((owner, name, type(one), forward_of(one) or False))
 
-    def weights(self) -> Weights | None:
-        """Return the weights; None if one is no plain tensor."""
-        found = [parameters[name] for parameters, name in self._weights]
-        for weight in found:
-            if weight is not None and type(weight) not in TENSORS:
+    def modules(self, layer: Any) -> dict[str, Any] | None:
+        """Return the modules by name; None if calling one of them now does something else, or one has no parameters."""
+        if has_global_hooks():
+            return None
+        found = {"": layer}
+        for owner, name, kind, forward in self._places:
+            found[name] = one = found[owner].__dict__["_modules"].get(name)
+            if type(one) is not kind:
                 return None
-        return Weights(*found)
+            own = one.__dict__
+            if (
+                own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"]
+                or own["_backward_pre_hooks"] or not own.keys().isdisjoint(_UNUSUAL)
+                or (forward_of(one) if "forward" in own else kind.forward) is not forward
+            ):  # fmt: skip
+                return None
+        return found
 
-    def numbers(self, window_of: Function) -> Numbers | None:
-        """Return the numbers; None if attention is not ours, not causal or with dropout, or norms of heads differ."""
-        attention = self._attention
-        deterministic = ATTENTIONS.get(attention.config._attn_implementation)
-        if deterministic is None or (attention.training and attention.attention_dropout):
+
+def _weights(modules: Mapping[str, Any], places: Iterable[tuple[str, str]]) -> Weights | None:
+    """Return the weights at some places; None if one is no plain tensor, or there is a bias that the op lacks."""
+    try:
+        found = [modules[name].__dict__["_parameters"][kind] for name, kind in places]
+        for name in _UNBIASED:
+            if modules[name].__dict__["_parameters"]["bias"] is not None:
+                return None
+    except KeyError:  # it is a buffer
+        return None
+    for weight in found:
+        if weight is not None and type(weight) not in TENSORS:
             return None
-        if not getattr(attention, "is_causal", True):
-            return None
-        first, second, *of_heads = [norm.variance_epsilon for norm in self._norms]
-        heads = max(of_heads, default=0.0)
-        if heads != min(of_heads, default=0.0):
-            return None
-        return Numbers(
-            attention.head_dim, (first, heads, second), attention.scaling, window_of(attention), deterministic
-        )
+    first, last = len(_BEFORE), -len(_BEHIND)
+    return Weights(*found[:first], *(found[first:last] or (None, None)), *found[last:])
+
+
+def _numbers(
+    modules: Mapping[str, Any], heads: tuple[str, ...], window_of: Function, attentions: Mapping[str, Any]
+) -> Numbers | None:
+    """Return the numbers; None if attention is not ours, not causal or with dropout, or norms of heads differ."""
+    attention = modules["self_attn"]
+    # Others may wrap what is registered, as sequence parallelism does.
+    function = attentions.get(attention.config._attn_implementation)
+    if function is None or getattr(function, "func", None) is not attend:
+        return None
+    if (attention.training and attention.attention_dropout) or not getattr(attention, "is_causal", True):
+        return None
+    first, second, *of_heads = [modules[name].variance_epsilon for name in (*_NORMS, *heads)]
+    of_head = max(of_heads, default=0.0)
+    if of_head != min(of_heads, default=0.0):
+        return None
+    return Numbers(
+        attention.head_dim, (first, of_head, second), attention.scaling, window_of(attention), *function.args
+    )
 
 
 def _is_alone(mask: Any, x: torch.Tensor, given: Mapping[str, Any]) -> bool:
