@@ -28,8 +28,6 @@ _NORMS = ("input_layernorm", "post_attention_layernorm")
 _PROJECTIONS, _MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
 _UNBIASED = ("o_proj", *_MLP)
 _PARAMETERS = ("weight", "bias")
-# Plain attributes: parameters under FSDP1 and weight_norm, and what ``Module.compile()`` puts around a forward.
-_UNUSUAL = (*_PARAMETERS, "_compiled_call_impl")
 # In the order of the op's weights, with those of heads' norms between.
 _BEFORE = (_NORMS[0], "weight"), *((name, kind) for kind in _PARAMETERS for name in _PROJECTIONS)
 _BEHIND = tuple((name, "weight") for name in ("o_proj", _NORMS[1], *_MLP))
@@ -159,9 +157,10 @@ class _Seen:
             if type(one) is not kind:
                 return None
             own = one.__dict__
+            # Parameters are plain attributes under FSDP1 and weight_norm; Module.compile() leaves the last.
             if (
                 own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"]
-                or own["_backward_pre_hooks"] or not own.keys().isdisjoint(_UNUSUAL)
+                or own["_backward_pre_hooks"] or "weight" in own or "bias" in own or "_compiled_call_impl" in own
                 or (forward_of(one) if "forward" in own else kind.forward) is not forward
             ):  # fmt: skip
                 return None
