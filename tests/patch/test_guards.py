@@ -389,3 +389,13 @@ def test_a_layer_calls_few_functions_around_its_ops(family, calls):
     finally:
         sys.setprofile(None)
     assert len(seen) == calls, seen
+
+
+def test_a_bias_that_is_a_buffer_is_added():
+    mlp = make(layers=1).model.layers[0].mlp
+    x = torch.randn(3, 80)
+    del mlp.down_proj.bias
+    mlp.down_proj.register_buffer("bias", torch.ones(80))
+    expected = mlp(x)
+    tilekern.apply(model_type="qwen3")
+    assert worst([mlp(x)], [expected]) < 1e-5

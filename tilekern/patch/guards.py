@@ -197,10 +197,10 @@ def bare_weights(
         parameters = own["_parameters"]
         if (
             own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
-            or "forward" in own or "bias" in own
+            or "forward" in own or "bias" in own or "bias" not in parameters
         ):  # fmt: skip
             return None
-        bias = parameters.get("bias")
+        bias = parameters["bias"]
         if biases is not None and (bias is None or type(bias) in TENSORS):
             biases.append(bias)
         elif bias is not None:
