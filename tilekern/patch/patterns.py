@@ -604,15 +604,16 @@ def whole(function: ast.FunctionDef) -> int:
         return 0
     given = f"{{{', '.join(f'{name!r}: {name}' for name in caches)}}} | {function.args.kwarg.arg}"
     called = f"{WHOLE}_made = {WHOLE}(self, {x}, {mask}, {angles}, {given})"
-    first = next(n for n, statement in enumerate(function.body) if not _is_text(statement))
+    first = _first(function)
     place = function.body[first]
     returned = _statement(f"if {WHOLE}_made is not None:\n    return {WHOLE}_made", place)
     function.body[first:first] = [_statement(called, place), returned]
     return 1
 
 
-def _is_text(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+def _first(function: ast.FunctionDef) -> int:
+    """Return the place of the first statement that is no docstring."""
+    return 0 if ast.get_docstring(function, clean=False) is None else 1
 
 
 def uncached(function: ast.FunctionDef) -> ast.FunctionDef:
@@ -690,7 +691,7 @@ def _leave_out_cache(function: ast.FunctionDef, names: Collection[str]) -> None:
     given = next((name for name in CACHES if name in names), None)
     if given is None or "use_cache" not in names:
         return
-    first = next(n for n, statement in enumerate(function.body) if not _is_text(statement))
+    first = _first(function)
     text = f"use_cache = {CACHED}(self, use_cache, {given}, labels, {SKIP_LOGITS})"
     function.body.insert(first, _statement(text, function.body[first]))
 

@@ -69,6 +69,11 @@ class Patch:
         return ops_in(self.op)
 
     @property
+    def asked(self) -> frozenset[str]:
+        """The ops that must be on."""
+        return frozenset((*self.ops, *self.besides))
+
+    @property
     def is_of_one_op(self) -> bool:
         """Whether the stand-in serves one op and does the work of no other."""
         return len(self.ops) == 1 and not self.besides
@@ -86,9 +91,8 @@ def ops_in(text: str) -> tuple[str, ...]:
 
 def chosen(rows: list[Patch], ops: Collection[str]) -> list[Patch]:
     """Return the patches whose ops are all wanted; per target, the one that serves most."""
-    asked = {id(patch): (*patch.ops, *patch.besides) for patch in rows}
-    on = [patch for patch in rows if set(asked[id(patch)]).issubset(ops)]
+    on = [patch for patch in rows if patch.asked.issubset(ops)]
     most: dict[str, int] = {}
     for patch in on:
-        most[patch.target] = max(len(asked[id(patch)]), most.get(patch.target, 0))
-    return [patch for patch in on if len(asked[id(patch)]) == most[patch.target]]
+        most[patch.target] = max(len(patch.asked), most.get(patch.target, 0))
+    return [patch for patch in on if len(patch.asked) == most[patch.target]]

@@ -109,12 +109,12 @@ def decoder(original: Function, norms: Collection[str], kinds: Mapping[str, Norm
         if is_changed or not is_from(names[parts.rotation], home, *_STAND_INS):
             return None
         seen = known.get(self)
-        modules = None if seen is None else seen.modules(self)
-        if seen is None or modules is None:
+        modules = seen and seen.modules(self)
+        if not modules:
+            known.pop(self, None)
             seen = look(self)
-            modules = None if seen is None else seen.modules(self)
-            if seen is None or modules is None:
-                known.pop(self, None)
+            modules = seen and seen.modules(self)
+            if not seen or not modules:
                 return None
             known[self] = seen
         weights, (cos, sin) = _weights(modules, places), angles
