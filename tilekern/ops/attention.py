@@ -6,6 +6,7 @@ arguments are passed to them as placeholders.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +15,13 @@ from torch import Tensor
 from tilekern.kernels.attention.backward import DELTA as _DELTA
 from tilekern.kernels.attention.forward import SPEC as _FORWARD
 from tilekern.kernels.attention.gradients import SPEC as _BACKWARD
-from tilekern.kernels.attention.gradients import plans_of
+from tilekern.kernels.attention.gradients import find, launched
 from tilekern.kernels.families.placeholders import placeholder
 from tilekern.ops import checkpoints, lean_attention
 from tilekern.ops.operation import operation
 from tilekern.ops.packing import check_starts, longest
 from tilekern.ops.registration import check_softcap, check_tensors, check_vectors, disjoint, fresh, needs_gradient
-from tilekern.runtime.dispatch import Plan, by_parts, plan_for
+from tilekern.runtime.dispatch import Plan, by_parts, composed, plan_for
 from tilekern.spec import Array, KernelSpec
 from tilekern.warning import warn_once
 
@@ -214,9 +215,8 @@ def _find(
 ) -> Plans | None:  # fmt: skip
     call, packed = _call(q, k, cu_seqlens, cu_seqlens_k, *numbers), cu_seqlens is not None
     odd = any(x is not None and x.dtype != torch.int32 for x in (cu_seqlens, cu_seqlens_k))
-    if not q.dtype == k.dtype == v.dtype or v.shape != k.shape or call.scale <= 0 or odd:
-        return None
-    if not q.numel() or not k.numel():
+    odd = odd or not q.dtype == k.dtype == v.dtype or v.shape != k.shape
+    if odd or call.scale <= 0 or not q.numel() or not k.numel():
         return None
     if q.shape[3] > WIDEST_HEAD:
         warn_once(
@@ -254,8 +254,12 @@ def _find(
     if gradients is None or delta is None:
         return None
     config = gradients.config
-    launched = by_parts(_BACKWARD, q.device, values, config, lambda: plans_of(plan_for, config, values, q, k))
-    return None if launched is None else Plans(forward, gradients, delta, call)
+    parts = by_parts(_BACKWARD, q.device, values, config, lambda: find(plan_for, config, values, q, k))
+    if parts is None:
+        return None
+    if parts.plans and not q.is_meta:
+        gradients = composed(_BACKWARD, gradients, functools.partial(launched, parts))
+    return Plans(forward, gradients, delta, call)
 
 
 def _row_values(q: Tensor) -> Tensor:

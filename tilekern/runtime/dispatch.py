@@ -456,6 +456,16 @@ def by_parts(
     return found
 
 
+def composed(spec: KernelSpec, plan: Plan, call: Callable[..., tuple[Any, ...]]) -> Plan:
+    """Return a composite's plan that looks up none of its kernels' again: ``call`` has their plans, and takes inputs.
+
+    To be kept in a :func:`memo`, which is emptied when one of them changes.
+    """
+    own = LibraryPlan(unwatched(call) if _state.invariant else call, plan.config)
+    counters(spec.name).add(own)
+    return own
+
+
 def own_op_runs(spec: KernelSpec, device: Any, *sizes: Any) -> None:
     """Take back that something runs in place of a composite's record: its kernels have no plans.
 

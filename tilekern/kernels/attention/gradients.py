@@ -10,7 +10,7 @@ most. A ``deterministic`` problem is not for cuDNN.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from tilekern.kernels.attention import backward as attention_backward
 from tilekern.kernels.attention import backward_problem as shared
@@ -84,95 +84,126 @@ def parts(config: Config, sizes: dict[str, Any], q: Any, k: Any) -> list[tuple[K
     return found
 
 
-def plans_of(
-    plan_for: PlanFor, config: Config, sizes: dict[str, Any], q: Any, k: Any
-) -> tuple[Config, dict[str, Any], list[Any]] | None:
-    """Return the config that runs, its kernels' sizes, and their plans; None if kernels have none.
+class Found(NamedTuple):
+    """What a call launches; :func:`launched` takes it, for any tensors of the sizes that :func:`find` was given.
+
+    Attributes:
+        config: the config that runs.
+        delta: the plan of delta; None by cuDNN.
+        plans: the plans of :func:`parts`.
+        room: the shape of dS of a piece; None if the scores are computed twice.
+        pieces: into how many pieces query heads and key heads are cut.
+    """
+
+    config: Config
+    delta: Any
+    plans: list[Any]
+    room: tuple[int, ...] | None
+    pieces: tuple[int, int]
+
+
+def find(plan_for: PlanFor, config: Config, sizes: dict[str, Any], q: Any, k: Any) -> Found | None:
+    """Return what a call launches, by :func:`parts` of its arguments; None if kernels have no plans.
 
     Pieces have heads of their own, which may be in no cache: then the scores are computed twice.
     """
+    if config["implementation"] == "cudnn":
+        return Found(config, None, [], None, (1, 1))
+    delta = plan_for(attention_backward.DELTA, q.device, *q.shape, q.dtype)
     for way in dict.fromkeys((config, Config(implementation="kernels"))):
         found = parts(way, sizes, q, k)
         plans = [plan_for(one, q.device, *(own[d.name] for d in one.dimensions)) for one, own in found]
-        if None not in plans:
-            return way, found[0][1] if found else sizes, plans
+        if delta is None or None in plans:
+            continue
+        if way["implementation"] == "kernels":
+            return Found(way, delta, plans, None, (1, 1))
+        own = found[0][1]
+        given = (own[name] for name in ("queries", "keys", "heads", "causal", "packed"))
+        room = attention_kept.room(own["batch"], q.shape[1], *given)
+        return Found(way, delta, plans, room, (q.shape[2] // own["heads"], k.shape[2] // own["kv_heads"]))
     return None
 
 
 def _composite(problem: Problem, config: Config) -> LibraryCall:
     flags = {name: problem[name] for name in shared.FLAGS}
 
-    def call(
-        plan_for: PlanFor, q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, query_starts: Any, key_starts: Any,
-        most_queries: int, most_keys: int, *factors: Any,
-    ) -> tuple[Any, Any, Any]:  # fmt: skip
-        import torch
-
-        device = q.device
+    def call(plan_for: PlanFor, *inputs: Any) -> tuple[Any, Any, Any]:
+        q, k, query_starts, most_queries, most_keys = (inputs[n] for n in (0, 1, 6, 8, 9))
         sizes = {
             "batch": query_starts.shape[0] - 1 if problem["packed"] else q.shape[0],
             "queries": most_queries, "keys": most_keys, "heads": q.shape[2], "kv_heads": k.shape[2],
             "head_dim": q.shape[3], **flags, "dtype": q.dtype,
         }  # fmt: skip
-        delta = torch.empty(lse.shape, dtype=torch.float32, device=device)
-        of_delta = plan_for(attention_backward.DELTA, device, q.shape[0], q.shape[1], q.shape[2], q.shape[3], q.dtype)
-        of_delta.launch(q.get_device(), out, dout, delta)
-        found = plans_of(plan_for, config, sizes, q, k)
+        found = find(plan_for, config, sizes, q, k)
         assert found is not None, "attention's backward has a plan, and its kernels have none"
-        way, own, plans = found
-        slopes = tuple(torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, v))
-        launch = _launch if way["implementation"] == "kernels" else _launch_kept
-        arrays, most = (q, k, v, dout, lse, delta), (most_queries, most_keys)
-        launch(plans, own, arrays, (query_starts, key_starts), most, factors, slopes)
-        return slopes
+        return launched(found, *inputs)
 
     return LibraryCall(call, attention_cudnn.BACKWARD_INPUTS, composite=True)
 
 
-def _launch(
-    plans: list[Any], sizes: dict[str, Any], arrays: tuple[Any, ...], starts: tuple[Any, Any], most: tuple[int, int],
-    factors: tuple[Any, ...], slopes: tuple[Any, Any, Any],
-) -> None:  # fmt: skip
-    """Write dq, dk and dv, with the scores computed twice."""
-    (of_keys, of_queries), (dq, dk, dv), number = plans, slopes, arrays[0].get_device()
-    of_keys.launch(number, *arrays, *starts, most[1], *factors, dk, dv)
-    of_queries.launch(number, *arrays, *starts, most[0], *factors, dq)
+def launched(
+    found: Found, q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, query_starts: Any, key_starts: Any,
+    most_queries: int, most_keys: int, *factors: Any,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """Return dq, dk and dv by kernels; the arguments are the inputs of :data:`SPEC`."""
+    number = q.get_device()
+    delta = _empty(lse)
+    found.delta.launch(number, out, dout, delta)
+    dq, dk, dv = _empty(q), _empty(k), _empty(v)
+    if found.room is not None:
+        arrays = (q, dout, dq, lse, delta), (k, v, dk, dv)
+        _launch_kept(found, number, *arrays, (query_starts, key_starts), (most_queries, most_keys), factors)
+        return dq, dk, dv
+    of_keys, of_queries = found.plans
+    read = q, k, v, dout, lse, delta, query_starts, key_starts
+    of_keys.launch(number, *read, most_keys, *factors, dk, dv)
+    of_queries.launch(number, *read, most_queries, *factors, dq)
+    return dq, dk, dv
+
+
+def _empty(like: Any) -> Any:
+    import torch
+
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
 def _launch_kept(
-    plans: list[Any], sizes: dict[str, Any], arrays: tuple[Any, ...], starts: tuple[Any, Any], most: tuple[int, int],
-    factors: tuple[Any, ...], slopes: tuple[Any, Any, Any],
+    found: Found, number: int, of_readers: tuple[Any, ...], of_owners: tuple[Any, ...], starts: tuple[Any, Any],
+    most: tuple[int, int], factors: tuple[Any, ...],
 ) -> None:  # fmt: skip
-    """Write dq, dk and dv piece by piece, with dS kept; ``sizes`` are those of a piece."""
+    """Write dq, dk and dv piece by piece, with dS kept.
+
+    ``of_readers`` are q, dout, dq, lse and delta, ``of_owners`` k, v, dk and dv.
+    """
     import torch
 
-    q, k, v, dout, lse, delta = arrays
-    (scale, softcap, _), number = factors, q.get_device()
-    of_keys, of_queries, *of_sums = plans
-    given = (sizes[name] for name in ("queries", "keys", "heads", "causal", "packed"))
-    lines, columns, *unit = attention_kept.room(sizes["batch"], q.shape[1], *given)
-    kept = torch.empty(lines, columns, *unit, dtype=q.dtype, device=q.device)
-    count, owners = q.shape[2] // sizes["heads"], k.shape[2] // sizes["kv_heads"]
-    of_readers = [x.chunk(count, 2) for x in (q, dout, slopes[0])]
-    rows = [x.chunk(count, 1) for x in (lse, delta)]
-    of_owners, each = [x.chunk(owners, 2) for x in (k, v, *slopes[1:])], count // owners
-    sums: tuple[Any, ...] = ()
-    for n in range(count):
-        (q, dout, dq), (k, v, dk, dv) = (x[n] for x in of_readers), (x[n // each] for x in of_owners)
+    (of_keys, of_queries, *of_sums), (scale, softcap, _) = found.plans, factors
+    first, (count, owners) = of_readers[0], found.pieces
+    kept = torch.empty(found.room, dtype=first.dtype, device=first.device)
+    each, sums = count // owners, ()  # type: tuple[int, tuple[Any, ...]]
+    readers, of_owners = _cut(of_readers, count), _cut(of_owners, owners)
+    for n, (q, dout, dq, *rows) in enumerate(readers):
+        k, v, dk, dv = of_owners[n // each]
         if not of_sums:
             sums = dk, dv
         elif n % each == 0:
             shape = (*k.shape[:2], each * q.shape[2], q.shape[3])
             sums = tuple(torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
         own = sums if each == 1 else [x.narrow(2, n % each * q.shape[2], q.shape[2]) for x in sums]
-        read = (q, k, v, dout, *(x[n] for x in rows))
-        of_keys.launch(number, *read, *starts, most[1], scale, softcap, *own, kept)
+        of_keys.launch(number, q, k, v, dout, *rows, *starts, most[1], scale, softcap, *own, kept)
         of_queries.launch(number, kept, k, *starts, most[0], scale, dq)
         if of_sums and n % each == each - 1:
-            by_group = (x.flatten(0, 1).unflatten(1, (k.shape[2], -1)) for x in sums)
+            by_group = [x.view(-1, k.shape[2], x.shape[2] // k.shape[2], x.shape[3]) for x in sums]
             of_sums[0].launch(number, *by_group, *(x.flatten(0, 1) for x in (dk, dv)))
             # Before the next key heads' are made.
             del sums, own, by_group
+
+
+def _cut(arrays: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:
+    """Return the arrays of each of ``count`` pieces of their heads, the dimension 2 or, of rows' values, 1."""
+    if count == 1:
+        return [arrays]
+    return list(zip(*(x.chunk(count, 2 if x.dim() == 4 else 1) for x in arrays), strict=True))
 
 
 def _pieces_of(problem: Problem, *, apart: bool) -> int | None:

@@ -195,6 +195,10 @@ _FEW_CHUNKS = Constraint(
 )
 
 
+def _products(problem: Problem) -> str:
+    return "tuned" if problem["vocabulary"] * ITEM_BYTES[problem["dtype"]] % 16 else "cublas"
+
+
 def axes(problem: Problem) -> dict[str, list[Value]]:
     """Return the axes: the rows of a chunk, and the implementation of products."""
     return {"chunk": [*chunks(problem)], "products": ["cublas", "tuned"]}
@@ -206,7 +210,7 @@ def spec_of_head(
     """Return the spec of a composite, which launches ``run(plan_for, config, *inputs)``.
 
     The default config has the largest chunk, since each further one rounds the weight's gradient once more, and cuBLAS,
-    which needs no record.
+    which needs no record; but not for rows that are no whole 16 bytes, for which cuBLAS has slow products only.
 
     Args:
         run: the composite; the names of its parameters are those of the inputs.
@@ -216,7 +220,7 @@ def spec_of_head(
     reads = run.__code__.co_varnames[2 : run.__code__.co_argcount]
     usual: dict[str, Any] = {
         "space": Space(axes, (_FEW_BYTES, _FEW_CHUNKS)),
-        "default": lambda problem, target: Config(chunk=_largest(problem), products="cublas"),
+        "default": lambda problem, target: Config(chunk=_largest(problem), products=_products(problem)),
         "generic": lambda problem: Config(chunk=GENERIC_CHUNK, products="cublas"),
     }
     return KernelSpec(
