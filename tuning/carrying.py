@@ -10,7 +10,7 @@ artifacts are all today's goes on with today's digest. Its figures, its check an
 Some of what the digest covers is not in the artifacts:
 
 - A library's call, or a composite's sequence of launches, is Python. That it is the same must be said (``same_calls``).
-  A composite is also as good as its parts: each of them must have a record of today.
+  A composite is also as good as the parts that it launches: each of them must have a record of today.
 - The number of blocks is worked out at the launch, and records do not hold it. An edit of that needs another tune.
 - Whether the space is still the one that the winner was the best of is told by its size and by the configs that the
   record names. If either differs, the new record is not known to be the best. A refresh tries only some candidates, so
@@ -28,7 +28,7 @@ import functools
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ from tilekern.spec.targets import Target, of_key
 from tilekern.tuning.compile.order import Order
 from tilekern.tuning.compile.pool import Answer, Lost, compile_in_order
 from tilekern.tuning.compile.stage import TIMEOUT_S, compile_unless_same
-from tilekern.tuning.plan.choosing import with_parts
+from tilekern.tuning.plan.choosing import parts_of
 from tilekern.tuning.sweep.candidates import Candidate, candidate, candidates
 
 # Where a record's figures say that they were carried over: the first time, which names the source that was measured,
@@ -68,6 +68,8 @@ from tilekern.tuning.sweep.candidates import Candidate, candidate, candidates
 HISTORY = "carried_over"
 # A record with the bytes of its artifacts by sha256.
 Held = tuple[Record, Mapping[str, bytes]]
+# The keys of a GPU and of a toolkit, a kernel, and the exact sizes of its problem.
+_Part = tuple[str, str, str, frozenset[tuple[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -108,40 +110,49 @@ class _Plan:
 
 
 def carry_over(
-    held: Sequence[Held], toolkit_key: str, jobs: int, *, same_calls: bool = False, same_spaces: bool = False,
-    progress: Callable[[int, int], None] | None = None, memo: dict[str, Answer | Lost] | None = None,
-) -> Carried:  # fmt: skip
-    """Carry over the records of a pack or a cache whose machine code is the same; write nothing.
+    places: Sequence[Sequence[Held]], toolkit_key: str, jobs: int, *, same_calls: bool = False,
+    same_spaces: bool = False, progress: Callable[[int, int], None] | None = None,
+) -> list[Carried]:  # fmt: skip
+    """Carry over the records of packs and caches whose machine code is the same; write nothing.
 
     Args:
-        held: the records with their artifacts.
+        places: the records of each with their artifacts. A composite's parts may be in any of them, as lookups find
+            them in all that are installed.
         toolkit_key: the toolkit that is installed; records of another one stay as they are.
         jobs: compile workers.
         same_calls: whether libraries are called, and composites launch their parts, as when the records were made.
         same_spaces: whether the search spaces are those of the records' sources.
         progress: called with the number of artifacts that are lowered or compiled, and of all.
-        memo: outcomes of calls before, by artifact; those of this one are added. Packs of like models share artifacts.
+
+    Returns:
+        The outcome for each place.
     """
-    found, plans = Carried(), []
-    for record, blobs in held:
-        plan = _planned(record, blobs, toolkit_key, same_calls=same_calls)
-        if plan is None:
-            found.current += 1
-        elif isinstance(plan, Left):
-            found.left.append(plan)
-        else:
-            plans.append(plan)
-    made = _compiled(plans, jobs, {} if memo is None else memo, progress)
-    found.compiled = sum(isinstance(answer, Lost) or not _is_same(answer) for answer in made.values())
-    addresses = {record.address for record, _ in held}
+    outcomes, today = [Carried() for _ in places], set[_Part]()
+    plans: list[tuple[Carried, _Plan]] = []
+    for held, found in zip(places, outcomes, strict=True):
+        for record, blobs in held:
+            plan = _planned(record, blobs, toolkit_key, same_calls=same_calls)
+            if plan is None:
+                found.current += 1
+                today.add(_part(record.address, record.kernel, record.problem))
+            elif isinstance(plan, Left):
+                found.left.append(plan)
+            else:
+                plans.append((found, plan))
+    made = _compiled([plan for _, plan in plans], jobs, progress)
+    addresses = {
+        id(found): {record.address for record, _ in held} for found, held in zip(outcomes, places, strict=True)
+    }
     # Composites last, when it is known which of their parts are of today.
-    for plan in sorted(plans, key=_is_composite):
-        reason = _difference(plan, made) or _missing_part(plan, held, found) or _clash(plan, addresses)
+    for found, plan in sorted(plans, key=lambda pair: _is_composite(pair[1])):
+        found.compiled += sum(not _is_same(made[item.artifact]) for item in plan.items.values())
+        reason = _difference(plan, made) or _missing_part(plan, today) or _clash(plan, addresses[id(found)])
         if reason:
             found.left.append(Left(plan.record, reason))
         else:
             found.carried.append((plan.record, _carried(plan, made, same_spaces=same_spaces)))
-    return found
+            today.add(_part(plan.record.address, plan.spec.name, plan.problem))
+    return outcomes
 
 
 def _planned(record: Record, blobs: Mapping[str, bytes], toolkit_key: str, *, same_calls: bool) -> _Plan | Left | None:
@@ -201,9 +212,9 @@ def _problem_today(spec: KernelSpec, values: Mapping[str, Any]) -> Problem | Non
 
 
 def _compiled(
-    plans: Sequence[_Plan], jobs: int, memo: dict[str, Answer | Lost], progress: Callable[[int, int], None] | None
+    plans: Sequence[_Plan], jobs: int, progress: Callable[[int, int], None] | None
 ) -> dict[str, Answer | Lost]:
-    """Compile the artifacts of some plans; return outcomes by key, from ``memo`` if it has them."""
+    """Compile the artifacts of some plans, each once; return outcomes by key."""
     by_target: dict[str, dict[str, Candidate]] = {}
     known: dict[str, set[str | None]] = {}
     targets = {plan.target.key: plan.target for plan in plans}
@@ -215,24 +226,16 @@ def _compiled(
     agreed = {key: next(iter(found)) for key, found in known.items() if len(found) == 1}
     bytecodes = {key: found for key, found in agreed.items() if found is not None}
     made: dict[str, Answer | Lost] = {}
-    total = len(known)
     for key, items in by_target.items():
-        made |= {name: memo[_noted(name, bytecodes)] for name in items if _noted(name, bytecodes) in memo}
-        left = [item for name, item in items.items() if name not in made]
         compiles = functools.partial(
             compile_unless_same, target=targets[key], timeout_s=TIMEOUT_S, memory_bytes=MEMORY_BYTES, known=bytecodes
         )
-        limit_s = TIMEOUT_S + FRONTEND_TIMEOUT_S
-        for answer in compile_in_order(Order(left), compiles, min(jobs, len(left)), limit_s, MEMORY_BYTES):
-            name = answer.item.artifact if isinstance(answer, Lost) else answer.line["key"]
-            made[name] = memo[_noted(name, bytecodes)] = answer
+        limit_s, order = TIMEOUT_S + FRONTEND_TIMEOUT_S, Order(list(items.values()))
+        for answer in compile_in_order(order, compiles, min(jobs, len(items)), limit_s, MEMORY_BYTES):
+            made[answer.item.artifact if isinstance(answer, Lost) else answer.line["key"]] = answer
             if progress:
-                progress(len(made), total)
+                progress(len(made), len(known))
     return made
-
-
-def _noted(artifact: str, bytecodes: Mapping[str, str]) -> str:
-    return f"{artifact}/{bytecodes.get(artifact)}"
 
 
 def _difference(plan: _Plan, made: Mapping[str, Answer | Lost]) -> str | None:
@@ -271,30 +274,24 @@ def _is_composite(plan: _Plan) -> bool:
     return plan.spec.implement(plan.problem, Config(plan.record.config)).composite
 
 
-def _missing_part(plan: _Plan, held: Iterable[Held], found: Carried) -> str | None:
-    """Return the first part of a composite that has no record of today beside it; None if all have one.
-
-    A part's flags are not the composite's: the head of a model with capped logits launches no other part than capped.
-    """
+def _missing_part(plan: _Plan, today: Container[_Part]) -> str | None:
+    """Return the first part of a composite's winner that has no record of today; None if all have one."""
     if not _is_composite(plan):
         return None
-    left = {id(one.record) for one in found.left}
-    records = [record for record, _ in held if id(record) not in left and record.address[:2] == plan.record.address[:2]]
-    replaced = {id(old): new for old, (new, _) in found.carried}
-    today: set[tuple[str, frozenset[tuple[str, Any]]]] = set()
-    for record in records:
-        new = replaced.get(id(record), record)
-        if freshness(new, source_digest(all_specs()[new.kernel].module)) != STALE:
-            today.add(_without_flags(new.kernel, new.problem))
-    named = plan.spec.name, plan.problem
-    for kernel, problem in with_parts([named], plan.target):
-        if (kernel, problem) != named and _without_flags(kernel, problem) not in today:
+    for kernel, problem in parts_of((plan.spec.name, plan.problem), Config(plan.record.config), plan.target):
+        if _part(plan.record.address, kernel, problem) not in today:
             return f"its part {kernel} {problem.key} has no record of today here"
     return None
 
 
-def _without_flags(kernel: str, problem: Mapping[str, Any]) -> tuple[str, frozenset[tuple[str, Any]]]:
-    return kernel, frozenset((name, value) for name, value in problem.items() if not isinstance(value, bool))
+def _part(address: Address, kernel: str, problem: Mapping[str, Any]) -> _Part:
+    """Return how a composite's parts are found.
+
+    By their exact sizes, as a neighbouring bucket's record serves, too. A part's flags are not the composite's: the
+    head of a model with capped logits launches no other part than capped.
+    """
+    exact = (dimension.name for dimension in all_specs()[kernel].dimensions if dimension.kind in ("exact", "dtype"))
+    return *address[:2], kernel, frozenset((name, problem[name]) for name in exact)
 
 
 def _clash(plan: _Plan, addresses: Container[Address]) -> str | None:

@@ -19,7 +19,8 @@ from tilekern.spec import ALIGNED, GENERIC, INVARIANT, Config
 from tilekern.spec.source import source_digest
 from tilekern.tuning import carrying, cli
 from tilekern.tuning.carrying import HISTORY, carry_over, held_in_cache, held_in_pack
-from tilekern.tuning.plan.choosing import with_parts
+from tilekern.tuning.compile.order import Order
+from tilekern.tuning.plan.choosing import parts_of, with_parts
 from tilekern.tuning.sweep.candidates import candidates
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +70,7 @@ def predicted():
 
 
 def carried(*held, **options):
-    return carry_over(held, toolkit().key, 1, **options)
+    return carry_over([held], toolkit().key, 1, **options)[0]
 
 
 def worth(record: Record) -> str:
@@ -208,12 +209,12 @@ def test_a_refreshed_record_stays_the_best_where_its_space_is_said_to_be_the_sam
         assert worth(new) == expected
 
 
-def test_packs_share_what_was_made(scale, monkeypatch):
-    memo = {}
-    carried(scale, memo=memo)
-    assert len(memo) == 2
-    monkeypatch.setattr(carrying, "compile_in_order", lambda *_: iter(()))
-    assert len(carried(scale, memo=memo).carried) == 1
+def test_places_share_what_is_made(scale, monkeypatch):
+    made = []
+    monkeypatch.setattr(carrying, "Order", lambda items: made.extend(items) or Order(items))
+    outcomes = carry_over([[scale], [scale]], toolkit().key, 1)
+    assert len(made) == 2
+    assert [len(found.carried) for found in outcomes] == [1, 1]
 
 
 def test_flags_that_are_new_are_off():
@@ -259,11 +260,20 @@ def test_a_composite_needs_records_of_today_of_all_its_parts(monkeypatch):
                          measurement=MEASUREMENT)  # fmt: skip
 
     assert len(carried(whole, *held(*parts), same_calls=True).carried) == 1
+    apart = carry_over([[whole], held(*parts)], toolkit().key, 1, same_calls=True)
+    assert [len(found.carried) for found in apart] == [1, 0]
     missing = carried(whole, *held(*parts[1:]), same_calls=True)
     assert reasons(missing) == [f"its part {parts[0][0]} {parts[0][1].key} has no record of today here"]
     stale = carried(whole, *held(*parts[1:]), *held(parts[0], source_digest=ANOTHER), same_calls=True)
     assert any("has no record of today here" in reason for reason in reasons(stale))
     assert not stale.carried
+    # Only what the winner launches, and a neighbouring bucket's record serves.
+    way = Config(implementation="kernels")
+    own = parts_of((spec.name, problem), way, H200)
+    assert 0 < len(own) < len(parts)
+    longer = [(kernel, sizes.but(**dict.fromkeys({"queries", "keys"} & set(sizes), 8192))) for kernel, sizes in own]
+    for there in (own, longer):
+        assert len(carried(made((spec.name, problem), config=way), *held(*there), same_calls=True).carried) == 1
 
 
 def refresh(*arguments, capsys):

@@ -176,9 +176,9 @@ class Trace:
         if plan is not None:
             plan.blocks = self.blocks(spec, problem, plan.blocks)
 
-    def take_apart(self, spec: KernelSpec, problem: Problem) -> None:
-        """Note the parts of a problem in each composite config, on inputs that the spec makes."""
-        for config in self.composites(spec, problem):
+    def take_apart(self, spec: KernelSpec, problem: Problem, only: Config | None = None) -> None:
+        """Note the parts of a problem in each composite config, or in one, on inputs that the spec makes."""
+        for config in self.composites(spec, problem) if only is None else [only]:
             call, inputs = spec.implement(problem, config), _on_meta(spec, problem)
             assert isinstance(call, LibraryCall)
             with self.aside():

@@ -19,7 +19,6 @@ from tilekern.compile.toolchain import require_toolkit, toolkit
 from tilekern.errors import InputError
 from tilekern.spec.targets import Target, here, resolve
 from tilekern.tuning.carrying import Carried, carry_over, held_in_cache, held_in_pack, write_to_cache, write_to_pack
-from tilekern.tuning.compile.pool import Answer, Lost
 from tilekern.tuning.compile.stage import jobs_of, wanted
 from tilekern.tuning.measure.gpu import describe_gpu
 from tilekern.tuning.options import File, Folder, tuner_command
@@ -94,9 +93,9 @@ def command(
 
     --same-code works on these, with or without a GPU. It compiles their artifacts anew, and writes each record whose
     machine code is the same as a record of today's source, with its figures. If only the search space changed, the
-    record stays the best if the space has as many candidates as were tried. The named packs are written anew, and the
-    cache if one is named or no pack is. No artifact holds a launch's number of blocks: after an edit of that, tune
-    again.
+    record stays the best if the space has as many candidates as were tried. The parts of a composite may be in any of
+    the named packs. These are written anew, and the cache if one is named or no pack is. No artifact holds a launch's
+    number of blocks: after an edit of that, tune again.
     """
     if same_code:
         if gpu != "auto" or sweep or everything:
@@ -249,14 +248,13 @@ def _same_code(
 ) -> None:  # fmt: skip
     """Carry over the records of packs, and of a cache if one is named or no pack is, and print the outcome."""
     tools = require_toolkit()
-    memo: dict[str, Answer | Lost] = {}
     places: list[dict[str, Any]] = []
     caches = [cache_dir or user_root()] if cache_dir or not packs else []
-    for path in [*packs, *caches]:
-        held = held_in_pack(path) if path in packs else held_in_cache(path)
-        with progress_bars(quiet=as_json) as tell_stage:
-            progress = functools.partial(tell_stage, "compile")
-            done = carry_over(held, tools.key, jobs_of(jobs), **promises, progress=progress, memo=memo)
+    every = [*map(held_in_pack, packs), *map(held_in_cache, caches)]
+    with progress_bars(quiet=as_json) as tell_stage:
+        progress = functools.partial(tell_stage, "compile")
+        outcomes = carry_over(every, tools.key, jobs_of(jobs), **promises, progress=progress)
+    for path, held, done in zip([*packs, *caches], every, outcomes, strict=True):
         unsigned = 0  # records that were signed before
         if done.carried and path in packs:
             unsigned = write_to_pack(path, held, done)

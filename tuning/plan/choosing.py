@@ -17,7 +17,7 @@ from tilekern.errors import InputError, did_you_mean
 from tilekern.kernels import add_specs, all_specs, own_specs
 from tilekern.runtime.recorder import Trace, tracing
 from tilekern.runtime.rows import has_rows
-from tilekern.spec import KernelSpec, Problem, Value
+from tilekern.spec import Config, KernelSpec, Problem, Value
 from tilekern.spec.targets import Target, from_description
 from tilekern.tuning.options import PlanRequest, described_alone
 from tilekern.tuning.plan.beside import with_those_beside
@@ -185,6 +185,14 @@ def with_parts(problems: Iterable[Named], target: Target) -> list[Named]:
             for spec, problem in composites:
                 found.take_apart(spec, problem)
     return found.problems
+
+
+def parts_of(named: Named, config: Config, target: Target) -> list[Named]:
+    """Return the problems of the parts that a composite launches by one of its configs."""
+    found, (kernel, problem) = Trace(target), named
+    with tracing(found):
+        found.take_apart(all_specs()[kernel], problem, config)
+    return [part for part in found.problems if part != named]
 
 
 def plan_of_problem(text: str, target: Target) -> Planned:
