@@ -101,6 +101,14 @@ _STEPS = {
         help="Tokens are decoded by transformers' generate_batch too; with --engine, from its paged cache too.",
     ),
     "dtype": click.option("--dtype", help="bfloat16 (bf16), float16 (fp16), float32 (fp32).  [default: bfloat16]"),
+    "autocast": click.option(
+        "--autocast",
+        is_flag=False,
+        flag_value="bfloat16",
+        metavar="[DTYPE]",
+        help="Weights are float32, and autocast casts their products, to bfloat16 if no dtype follows, as "
+        "Trainer(bf16=True) does.",
+    ),
     "tp": click.option(
         "--tp",
         type=click.IntRange(min=1),

@@ -171,8 +171,6 @@ def served(*may_fall_back: str) -> None:
     assert launches.get("attention_forward") or "attention_forward" in fallbacks, f"attention did not run: {launches}"
 
 
-# Sums of two dtypes are added by torch, in front of the norm's kernel.
-UNDER_AUTOCAST = partial(served, "fused_add_rms_norm_forward")
 # accelerate's hooks around each module must run, so that nothing is fused across modules.
 UNDER_HOOKS = partial(served, "fused_add_rms_norm_forward", "fused_linear_cross_entropy", "qk_norm_rope_forward")
 # Attention leaves padded batches to SDPA.
@@ -356,9 +354,9 @@ def autocast(dtype: str, scaled: bool = False, inside: bool = False) -> Step:
     return step
 
 
-known("autocast_bfloat16", autocast("bfloat16"), check=UNDER_AUTOCAST, dtype="float32")
-known("autocast_float16_scaled", autocast("float16", scaled=True), check=UNDER_AUTOCAST, dtype="float32")
-known("backward_in_autocast", autocast("bfloat16", inside=True), check=UNDER_AUTOCAST, dtype="float32")
+known("autocast_bfloat16", autocast("bfloat16"), dtype="float32")
+known("autocast_float16_scaled", autocast("float16", scaled=True), dtype="float32")
+known("backward_in_autocast", autocast("bfloat16", inside=True), dtype="float32")
 
 
 # Threads, streams and processes.

@@ -66,8 +66,11 @@ def by_parts(x, cos, sin, weights, numbers, starts, longest):
         q, k = ops.qk_norm_rope(q, k, weights.q_norm, weights.k_norm, cos, sin, numbers.eps[1])
     else:
         q, k = (y.transpose(1, 2) for y in ops.rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, twice=True))
+    # Under autocast norms and angles of float32 widen q and k.
+    q, k = q.to(v.dtype), k.to(v.dtype)
     out = ops.attention(q, k, v, scale=numbers.scale, window=numbers.window, cu_seqlens=starts, max_seqlen=longest)
-    total, rows = ops.fused_add_rms_norm(x, out.flatten(2) @ weights.out.t(), weights.mlp_norm, numbers.eps[2])
+    made = (out.flatten(2) @ weights.out.t()).to(x.dtype)
+    total, rows = ops.fused_add_rms_norm(x, made, weights.mlp_norm, numbers.eps[2])
     return total + ops.gated_mlp(rows, *weights[-3:])
 
 
@@ -128,12 +131,22 @@ def test_result_and_gradients_are_exact_to_the_dtype_s_error(name):
         assert_near(found, exact.to(found.dtype), REORDERED)
 
 
+@pytest.mark.parametrize("is_cast", [False, True], ids=["of half types", "under autocast"])
 @pytest.mark.parametrize("name", CASES)
-def test_in_half_types_it_is_as_near_as_its_parts(name):
-    given, numbers = drawn(CASES[name], torch.bfloat16)
+def test_in_half_types_it_is_as_near_as_its_parts(name, is_cast):
+    given, numbers = drawn(CASES[name], torch.float32 if is_cast else torch.bfloat16)
     exact = run(exactly, doubled(given), numbers)
-    ours, theirs = run(decoder_layer, given, numbers), run(by_parts, given, numbers)
+
+    def cast(layer):
+        def call(*arguments):
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+                return layer(*arguments)
+
+        return call
+
+    ours, theirs = (run(cast(layer), given, numbers) for layer in (decoder_layer, by_parts))
     assert torch.equal(ours[0], theirs[0])
+    assert {y.dtype for y in ours} == {given[0].dtype}
     for one, other, right in zip(ours, theirs, exact, strict=True):
         wrong, usual = ((y.double() - right).norm() for y in (one, other))
         assert wrong <= 1.2 * usual + 1e-3 * right.norm()
@@ -200,12 +213,13 @@ def test_what_it_does_not_serve_runs_by_parts(kind):
     assert decoder_layer(*REFUSED[kind](*given[:4]), numbers) is None
 
 
-def test_without_gradients_under_autocast_and_in_the_invariant_mode_parts_run():
+def test_without_gradients_in_the_invariant_mode_and_between_half_types_parts_run():
     given, numbers = drawn(CASES["llama"])
     with torch.no_grad():
         assert decoder_layer(*given[:4], numbers) is None
+    half, _ = drawn(CASES["llama"], torch.float16)
     with torch.autocast("cpu", torch.bfloat16):
-        assert decoder_layer(*given[:4], numbers) is None
+        assert decoder_layer(*half[:4], numbers) is None
     with tilekern.invariant():
         assert decoder_layer(*given[:4], numbers) is None
 

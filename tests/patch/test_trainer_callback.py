@@ -43,9 +43,7 @@ def test_a_step_of_a_trainer_is_patched_and_told(tmp_path, capsys, bf16):
     told = [line.split()[1].rstrip(":") for line in said if line.startswith("tilekern: ") and ": patched; " in line]
     assert sorted(told) == sorted(SERVED)
     assert len([line for line in said if "Qwen3MLP" in line]) == 1
-    # Under autocast the residual is wider than the term that is added to it.
-    apart = "fused_add_rms_norm_forward fell back to torch 2 times (terms of two dtypes, as under autocast)"
-    assert said[-1] == f"tilekern: {apart if bf16 else 'no kernel fell back to torch'}"
+    assert said[-1] == "tilekern: no kernel fell back to torch"
     assert list(tilekern.get_patched_ops()) == (SERVED if bf16 else [])
 
 

@@ -297,11 +297,21 @@ def test_autocast_to_the_model_s_own_dtype_casts_nothing(served):
     with torch.autocast("cpu", torch.bfloat16):
         found = steps_of(model, served)
         assert served == [True, True]
-        steps_of(small(), served)
-        assert served == [False, False]
     assert all(map(torch.equal, found, plain))
     for one, other in zip(found, expected, strict=True):
         assert torch.nn.functional.cosine_similarity(one.double().ravel(), other.double().ravel(), 0) > 0.99
+
+
+def test_weights_of_float32_train_by_it_under_autocast(served):
+    """As TRL's trainers train, unless they are told a dtype."""
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = step(small("eager"))
+        apply()
+        found = steps_of(small(), served)
+    assert served == [True, True]
+    assert {one.dtype for one in found} == {torch.float32}
+    for one, other in zip(found, expected, strict=True):
+        assert torch.nn.functional.cosine_similarity(one.ravel(), other.ravel(), 0) > 0.99
 
 
 def test_packed_rows_are_told_apart(served):
@@ -320,11 +330,11 @@ def test_packed_rows_are_told_apart(served):
         assert near(found, both)
 
 
-@pytest.mark.parametrize("is_half", [False, True])
-def test_a_trainer_trains_by_it(is_half, served, tmp_path):
+@pytest.mark.parametrize(("is_half", "bf16"), [(False, False), (True, True), (False, True)])
+def test_a_trainer_trains_by_it(is_half, bf16, served, tmp_path):
     apply()
     model = small().bfloat16() if is_half else small()
-    options = {"max_steps": 2, "bf16": is_half, "use_cpu": True, "report_to": [], "save_strategy": "no"}
+    options = {"max_steps": 2, "bf16": bf16, "use_cpu": True, "report_to": [], "save_strategy": "no"}
     rows = [{"input_ids": row, "labels": row} for row in IDS]
     Trainer(model, TrainingArguments(str(tmp_path), **options), train_dataset=rows).train()
     assert served == [True] * 4

@@ -24,8 +24,8 @@ from tilekern.ops.gated_mlp import plans_of as plans_of_mlp
 from tilekern.ops.operation import FUNCTIONS
 from tilekern.ops.packing import check_starts
 from tilekern.ops.packing import longest as longest_of
-from tilekern.ops.projections import input_gradient
-from tilekern.ops.registration import applied, differentiable_once, is_eager, shaped
+from tilekern.ops.projections import gradient, input_gradient
+from tilekern.ops.registration import applied, differentiable_once, product_dtype, shaped
 from tilekern.runtime.dispatch import is_invariant, keep, memo
 
 
@@ -87,6 +87,8 @@ _NORM, _ADD_NORM, _NORM_TURN, _TURN, _ATTENTION = (
 _plans: dict[Any, _Plans | bool] = memo()
 # Bytes; torch's allocations are aligned to more, and kernels are compiled for it.
 _ALIGNED = 16
+# Of the weights, those that autocast leaves as they are.
+_NORMS = ("norm", "q_norm", "k_norm", "mlp_norm")
 # Of the inputs of an op: all need a gradient.
 _ALL = (True,) * 4
 
@@ -97,8 +99,12 @@ def decoder_layer(
 ) -> Tensor | None:  # fmt: skip
     """Return the output of a layer, or None if its ops are to run one by one.
 
-    They are, if a weight needs no gradient, if autocast would cast, in a trace, in the invariant mode, for weights of
-    another dtype than ``x``, or where a kernel is missing.
+    They are, if a weight needs no gradient, in a trace, in the invariant mode, for weights of another dtype than ``x``,
+    or where a kernel is missing.
+
+    Under autocast over float32 the sums, norms and their gradients are of float32, and all else of autocast's dtype, as
+    in the ops one by one. Each matrix is cast once, in both directions, and the products of weights' gradients are not
+    rounded to that dtype.
 
     Args:
         x: [batch, tokens, hidden], contiguous.
@@ -109,22 +115,29 @@ def decoder_layer(
     Returns:
         [batch, tokens, hidden].
     """
-    if not is_eager(x, cos, sin, *weights) or x.is_meta or is_invariant() or not torch.is_grad_enabled():
+    dtype = product_dtype(x, cos, sin, *weights)
+    if dtype is None or dtype != x.dtype != torch.float32 or x.is_meta or is_invariant():
         return None
-    if not x.is_contiguous() or cos.requires_grad or sin.requires_grad or not all(map(_learns, weights)):
+    if (
+        not torch.is_grad_enabled()
+        or not x.is_contiguous()
+        or cos.requires_grad
+        or sin.requires_grad
+        or not all(map(_learns, weights))
+    ):
         return None
     # What kernels read and no launch of the layer has made. A backward could not run by parts any more.
     read = x, cos, sin, starts, weights.norm, weights.mlp_norm, weights.q_norm, weights.k_norm
     if any(a is not None and a.data_ptr() % _ALIGNED for a in read):
         return None
-    plans = _plans_of(x, cos, sin, weights, numbers)
+    plans = _plans_of(x, cos, sin, weights, numbers, dtype)
     if not plans:
         return None
     if starts is not None:
         check_starts("attention", starts, x.shape[1], longest)
         longest = longest_of(starts, x.shape[1]) if longest is None else longest
     try:
-        made: Tensor = _apply(x, *weights, cos, sin, starts, (plans, numbers, longest))
+        made: Tensor = _apply(x, *weights, cos, sin, starts, (plans, numbers, longest, dtype))
         return made
     except (NoVariant, _UnservedError):
         return None
@@ -138,25 +151,27 @@ class _UnservedError(Exception):
     """Attention has no plan for the call."""
 
 
-def _plans_of(x: Tensor, cos: Tensor, sin: Tensor, weights: Weights, numbers: Numbers) -> Any:
+def _plans_of(x: Tensor, cos: Tensor, sin: Tensor, weights: Weights, numbers: Numbers, dtype: torch.dtype) -> Any:
     key = (
-        x.shape, x.dtype, x.get_device(), cos.shape, cos.get_device(), sin.shape, sin.get_device(), numbers.head_dim,
+        x.shape, x.dtype, dtype, x.get_device(), cos.shape, cos.get_device(), sin.shape, sin.get_device(),
+        numbers.head_dim,
         *(None if weight is None else (weight.shape, weight.get_device()) for weight in weights),
     )  # fmt: skip
     try:
         return _plans[key]
     except KeyError:
-        found = _find(x, cos, sin, weights, numbers)
+        found = _find(x, cos, sin, weights, numbers, dtype)
         return keep(_plans, key, found) if x.is_cuda else found
 
 
-def _find(x: Tensor, cos: Tensor, sin: Tensor, weights: Weights, numbers: Numbers) -> _Plans | bool:
+def _find(x: Tensor, cos: Tensor, sin: Tensor, weights: Weights, numbers: Numbers, dtype: torch.dtype) -> _Plans | bool:
     batch, tokens, hidden = x.shape
     heads = [(weight.shape[0] // numbers.head_dim, numbers.head_dim) for weight in (weights.q, weights.k)]
-    q, k = (x.new_empty(batch, tokens, *own) for own in heads)
+    q, k = (x.new_empty((batch, tokens, *own), dtype=dtype) for own in heads)
     norm = _NORM["plans_of"](False, x, weights.norm, numbers.eps[0])
     add_norm = _ADD_NORM["plans_of"](True, x, x, weights.mlp_norm, numbers.eps[2])
-    mlp = plans_of_mlp(x.view(-1, hidden), weights.gate, weights.up, weights.down)
+    rows, matrices = x.new_empty((batch * tokens, hidden), dtype=dtype), (weights.gate, weights.up, weights.down)
+    mlp = plans_of_mlp(rows, *(torch.empty_like(one, dtype=dtype) for one in matrices))
     if weights.q_norm is None or weights.k_norm is None:
         turn = _TURN["plans_of"](True, q.transpose(1, 2), k.transpose(1, 2), cos, sin, False)
     else:
@@ -188,6 +203,8 @@ def _turned_backward(
     angles: tuple[Tensor, Tensor], eps: float,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return the gradients of what :func:`_turned` read: q, k, and the weights of their norms."""
+    # Of the dtype that was turned, which the angles widen.
+    slopes = slopes[0].to(angles[0].dtype), slopes[1].to(angles[0].dtype)
     if weights.q_norm is None:
         turned = _TURN["launch_backward"](plans, _ALL, *(x.transpose(1, 2) for x in slopes), *angles, False)
         return *(x.transpose(1, 2) for x in turned), None, None
@@ -197,20 +214,31 @@ def _turned_backward(
     return made
 
 
+def _cast(weights: Weights, dtype: torch.dtype) -> Weights:
+    """Return weights with matrices and biases of a dtype."""
+    if weights.q.dtype == dtype:
+        return weights
+    wide = {name: weight for name, weight in zip(Weights._fields, weights, strict=True) if name not in _NORMS}
+    given = {name: weight for name, weight in wide.items() if weight is not None}
+    made = {name: torch.empty_like(weight, dtype=dtype) for name, weight in given.items()}
+    torch._foreach_copy_(list(made.values()), list(given.values()))
+    return weights._replace(**made)
+
+
 class _DecoderLayer(torch.autograd.Function):
     """Of x, then the weights in the order of :class:`Weights`, then the angles, the starts and a call's plans."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
-        *parameters, cos, sin, starts, (plans, numbers, longest) = given
-        weights = Weights(*parameters)
+        *parameters, cos, sin, starts, (plans, numbers, longest, dtype) = given
+        weights = _cast(Weights(*parameters), dtype)
         (batch, tokens, hidden), size = x.shape, numbers.head_dim
-        rows = _NORM["launch"](plans.norm, x, weights.norm, numbers.eps[0]).view(-1, hidden)
+        rows = _NORM["launch"](plans.norm, x, weights.norm, numbers.eps[0]).view(-1, hidden).to(dtype)
         q, k, v = (
             linear(rows, weight, bias).view(batch, tokens, -1, size)
             for weight, bias in zip(weights[1:4], weights[4:7], strict=True)
         )
-        turned = _turned(plans.turn, q, k, weights, (cos, sin), numbers.eps[1])
+        turned = [heads.to(dtype) for heads in _turned(plans.turn, q, k, weights, (cos, sin), numbers.eps[1])]
         of_attention = _of_attention(turned[0], turned[1], v, starts, longest, numbers)
         attend = _ATTENTION["plans_of"](True, *of_attention)
         if attend is None:
@@ -218,15 +246,17 @@ class _DecoderLayer(torch.autograd.Function):
         out, lse = _ATTENTION["launch"](attend, *of_attention)
         # Of rows, which takes the host less than a product of three dimensions.
         made = shaped(linear(out.view(rows.shape[0], -1), weights.out), batch, tokens, hidden)
-        total, mlp_rows = _ADD_NORM["launch"](plans.add_norm, x, made, weights.mlp_norm, numbers.eps[2])
-        y, gate, up = launched(plans.mlp[0], mlp_rows.view(-1, hidden), weights[-3:])
+        total, mlp_rows = _ADD_NORM["launch"](plans.add_norm, x, made.to(x.dtype), weights.mlp_norm, numbers.eps[2])
+        mlp_rows = mlp_rows.view(-1, hidden).to(dtype)
+        y, gate, up = launched(plans.mlp[0], mlp_rows, weights[-3:])
         # Of q and k as they were, only the gradients of their norms read.
         before = (q, k) if weights.q_norm is not None else (None, None)
         ctx.save_for_backward(
             x, rows, *before, *turned, v, out, lse, total, mlp_rows, gate, up, *weights, cos, sin, starts
         )
-        ctx.call = attend, *given[-1]
-        return shaped(y, *x.shape).add_(total)
+        ctx.call = attend, *given[-1][:-1]
+        y = shaped(y, *x.shape)
+        return y.add_(total) if dtype == x.dtype else total + y
 
     @staticmethod
     @differentiable_once
@@ -236,11 +266,11 @@ class _DecoderLayer(torch.autograd.Function):
         ctx.maybe_clear_saved_tensors()
         *parameters, cos, sin, starts = parameters
         (attend, plans, numbers, longest), weights = ctx.call, Weights(*parameters)
-        hidden = x.shape[2]
+        hidden, wide, dtype = x.shape[2], x.dtype, rows.dtype
         if not dy.is_contiguous() or dy.data_ptr() % _ALIGNED:
             dy = dy.clone(memory_format=torch.contiguous_format)
         drows, dgate, dup, ddown = launched_backward(
-            plans.mlp[1], _ALL, dy.view(-1, hidden), mlp_rows.view(-1, hidden), gate, up, weights[-3:]
+            plans.mlp[1], _ALL, dy.view(-1, hidden).to(dtype), mlp_rows, gate, up, weights[-3:], wide
         )
         del gate, up, mlp_rows
         eps = numbers.eps
@@ -248,8 +278,8 @@ class _DecoderLayer(torch.autograd.Function):
             plans.add_norm, _ALL, dy, shaped(drows, *x.shape), total, weights.mlp_norm, eps[2]
         )
         del dy, drows, total
-        slope = dtotal.view(-1, hidden)
-        dout_weight = torch.mm(slope.t(), out.view(slope.shape[0], -1))
+        slope = dtotal.view(-1, hidden).to(dtype)
+        dout_weight = gradient(slope.t(), out.view(slope.shape[0], -1), wide)
         dout = torch.mm(slope, weights.out).view(out.shape)
         given = _of_attention(turned_q, turned_k, v, starts, longest, numbers)
         dq, dk, dv, _ = _ATTENTION["launch_backward"](attend, _ALL, dout, *given[:3], out, lse, *given[3:])
@@ -257,9 +287,11 @@ class _DecoderLayer(torch.autograd.Function):
         dq, dk, *of_norms = _turned_backward(plans.turn, (dq, dk), (q, k), weights, (cos, sin), eps[1])
         slopes = [s.reshape(slope.shape[0], -1) for s in (dq, dk, dv)]
         del q, k, dq, dk, dv
-        of_weights = [torch.mm(s.t(), rows) for s in slopes]
-        of_biases = [s.sum(0) if own is not None else None for s, own in zip(slopes, weights[4:7], strict=True)]
-        drows = input_gradient(slopes, weights[1:4]).view(x.shape)
+        of_weights = [gradient(s.t(), rows, wide) for s in slopes]
+        of_biases = [
+            s.sum(0, dtype=wide) if own is not None else None for s, own in zip(slopes, weights[4:7], strict=True)
+        ]
+        drows = input_gradient(slopes, weights[1:4], wide).view(x.shape)
         dx, dnorm = _ADD_NORM["launch_backward"](plans.add_norm, _ALL, dtotal, drows, x, weights.norm, eps[0])
         # In the order of the weights.
         of_first, of_second = (dnorm, *of_weights, *of_biases, *of_norms), (dout_weight, dmlp_norm, dgate, dup, ddown)

@@ -4,7 +4,7 @@ It saves x, gate and up, and recomputes ``silu(gate) * up`` in the kernel of its
 [tokens, intermediate] are saved, where a layer saves three.
 
 It is written by hand and not declared, as it is a sequence of torch's matrix products around two launches. If it is
-traced, cast by autocast or needs no gradient, its parts run as ops of their own, so there is nothing to register.
+traced or needs no gradient, its parts run as ops of their own, so there is nothing to register.
 """
 
 from __future__ import annotations
@@ -19,8 +19,16 @@ from tilekern.kernels import swiglu as kernels
 from tilekern.ops import few_rows
 from tilekern.ops.gated_linear import gated_linear
 from tilekern.ops.linear import product
-from tilekern.ops.projections import input_gradient
-from tilekern.ops.registration import applied, check_tensors, differentiable_once, is_eager, needs_gradient, shaped
+from tilekern.ops.projections import gradient, input_gradient
+from tilekern.ops.registration import (
+    applied,
+    as_products,
+    check_tensors,
+    differentiable_once,
+    is_eager,
+    needs_gradient,
+    shaped,
+)
 from tilekern.ops.swiglu import swiglu
 from tilekern.runtime.dispatch import Plan, keep, memo, plan_for
 
@@ -42,15 +50,21 @@ def gated_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Te
         ValueError: the devices differ, or the shapes of ``gate_weight`` and ``up_weight``.
     """
     weights = (gate_weight, up_weight, down_weight)
-    plans = None
-    if is_eager(x, *weights) and needs_gradient(x, *weights):
-        plans = plans_of(x, *weights)
-    if plans is None:
-        if few_rows.is_served(x, *weights) and few_rows.is_tuned(x, gate_weight, "gated", "silu"):
-            return product(gated_linear(x, gate_weight, up_weight), down_weight)
-        gate, up = (product(x, weight) for weight in weights[:2])
-        return product(swiglu(gate, up), down_weight)
-    return _apply(x, *weights, plans)
+    if needs_gradient(x, *weights):
+        made: Tensor = as_products(_trained, x, *weights)
+        return made
+    if few_rows.is_served(x, *weights) and few_rows.is_tuned(x, gate_weight, "gated", "silu"):
+        return product(gated_linear(x, gate_weight, up_weight), down_weight)
+    return _by_parts(x, *weights)
+
+
+def _trained(x: Tensor, *weights: Tensor) -> Tensor:
+    plans = plans_of(x, *weights) if is_eager(x, *weights) else None
+    return _by_parts(x, *weights) if plans is None else _apply(x, *weights, plans)
+
+
+def _by_parts(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:
+    return product(swiglu(product(x, gate_weight), product(x, up_weight)), down_weight)
 
 
 def plans_of(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> tuple[Plan, Plan] | None:
@@ -90,24 +104,26 @@ def launched(plan: Plan, rows: Tensor, weights: Sequence[Tensor]) -> tuple[Tenso
 
 
 def launched_backward(
-    plan: Plan, wants: Sequence[bool], slope: Tensor, rows: Tensor, gate: Tensor, up: Tensor, weights: Sequence[Tensor]
+    plan: Plan, wants: Sequence[bool], slope: Tensor, rows: Tensor, gate: Tensor, up: Tensor,
+    weights: Sequence[Tensor], dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of rows and weights; None for those that nobody ``wants``.
 
     Args:
         slope: the gradient of the result, [rows, hidden].
         rows, gate, up: what :func:`launched` read and returned.
+        dtype: of the gradients, as of :func:`tilekern.ops.projections.gradient`.
     """
     gate_weight, up_weight, down_weight = weights
     dy = torch.mm(slope, down_weight)
     dgate, dup, y = torch.empty_like(gate), torch.empty_like(gate), torch.empty_like(gate)
     plan.launch(rows.get_device(), dy, gate, up, dgate, dup, y)
     del dy
-    ddown = torch.mm(slope.t(), y) if wants[3] else None
+    ddown = gradient(slope.t(), y, dtype) if wants[3] else None
     del y
-    drows = input_gradient((dgate, dup), (gate_weight, up_weight)) if wants[0] else None
-    dgate_weight = torch.mm(dgate.t(), rows) if wants[1] else None
-    return drows, dgate_weight, torch.mm(dup.t(), rows) if wants[2] else None, ddown
+    drows = input_gradient((dgate, dup), (gate_weight, up_weight), dtype) if wants[0] else None
+    dgate_weight = gradient(dgate.t(), rows, dtype) if wants[1] else None
+    return drows, dgate_weight, gradient(dup.t(), rows, dtype) if wants[2] else None, ddown
 
 
 class _GatedMlp(torch.autograd.Function):

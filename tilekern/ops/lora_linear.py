@@ -14,6 +14,7 @@ invariant mode, its parts run as operations of their own, so there is nothing to
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,14 +25,12 @@ from tilekern.ops.linear import product
 from tilekern.ops.projections import input_gradient
 from tilekern.ops.registration import (
     applied,
-    cast_as_products,
+    as_products,
     check_devices,
     differentiable_once,
-    is_autocast,
     is_eager,
     needs_gradient,
     shaped,
-    uncast,
 )
 from tilekern.runtime.dispatch import is_invariant
 
@@ -79,11 +78,8 @@ def lora_linears(x: Tensor, layers: Sequence[Adapted], dropped: Tensor | None = 
         _check(x, layer, dropped)
     scalings = tuple(layer.scaling for layer in layers)
     parameters = [part for layer in layers for part in (layer.weight, layer.a, layer.b, layer.bias)]
-    if is_autocast(x):
-        x, dropped, *parameters = cast_as_products(x, dropped, *parameters)
-        with uncast(x.device.type):
-            return _run(scalings, x, dropped, *parameters)
-    return _run(scalings, x, dropped, *parameters)
+    made: tuple[Tensor, ...] = as_products(functools.partial(_run, scalings), x, dropped, *parameters)
+    return made
 
 
 def _check(x: Tensor, layer: Adapted, dropped: Tensor | None) -> None:

@@ -6,11 +6,12 @@ the gradient of the first bias. It reads two such matrices and writes two. An ac
 writes one, which the bias's gradient then reads again. The biases are added inside the products.
 
 It is written by hand and not declared, as it is a sequence of torch's matrix products around three launches. If it is
-traced, cast by autocast or needs no gradient, its parts run as ops of their own, so there is nothing to register.
+traced or needs no gradient, its parts run as ops of their own, so there is nothing to register.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,15 @@ from tilekern.kernels import column_sum
 from tilekern.kernels.families.stripes import groups_of
 from tilekern.ops.activation import Curve, activation, curve_of
 from tilekern.ops.linear import product
-from tilekern.ops.registration import applied, check_tensors, differentiable_once, is_eager, needs_gradient, shaped
+from tilekern.ops.registration import (
+    applied,
+    as_products,
+    check_tensors,
+    differentiable_once,
+    is_eager,
+    needs_gradient,
+    shaped,
+)
 from tilekern.runtime.dispatch import Plan, keep, memo, plan_for
 
 
@@ -59,12 +68,21 @@ def mlp(
     """
     curve = curve_of("mlp", kind)
     tensors = (x, up_weight, up_bias, down_weight, down_bias)
-    plans = None
-    if is_eager(*tensors) and needs_gradient(*tensors):
-        plans = _found(x, up_weight, up_bias, down_weight, down_bias, curve)
+    run = functools.partial(_run, curve, kind)
+    made: Tensor = as_products(run, *tensors) if needs_gradient(*tensors) else run(*tensors)
+    return made
+
+
+def _run(
+    curve: Curve, kind: str, x: Tensor, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor,
+    down_bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    tensors = (x, up_weight, up_bias, down_weight, down_bias)
+    plans = _found(*tensors, curve) if is_eager(*tensors) and needs_gradient(*tensors) else None
     if plans is None:
         return product(activation(product(x, up_weight, up_bias), kind), down_weight, down_bias)
-    return _apply(x, up_weight, up_bias, down_weight, down_bias, curve, plans)
+    made: Tensor = _apply(*tensors, curve, plans)
+    return made
 
 
 def _found(

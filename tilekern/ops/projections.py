@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilekern.ops import few_rows
 from tilekern.ops.linear import product
-from tilekern.ops.registration import applied, differentiable_once, is_eager, needs_gradient, shaped
+from tilekern.ops.registration import applied, as_products, differentiable_once, is_eager, needs_gradient, shaped
 
 # The weights of q, k and v, which a kernel takes.
 _JOINED = 3
@@ -35,19 +35,40 @@ def projections(x: Tensor, *weights: Tensor, biases: Sequence[Tensor | None] = (
         [..., out_features] for each weight.
     """
     given = biases or (None,) * len(weights)
-    if not is_eager(x, *weights, *given) or not needs_gradient(x, *weights, *given):
-        is_bare = len(weights) == _JOINED and not any(bias is not None for bias in given)
-        joined = few_rows.projections(x, *weights) if is_bare else None
-        return joined or tuple(map(product, (x,) * len(weights), weights, given))
-    return _apply(x, *weights, *given)
+    if needs_gradient(x, *weights, *given):
+        made: tuple[Tensor, ...] = as_products(_trained, x, *weights, *given)
+        return made
+    is_bare = len(weights) == _JOINED and not any(bias is not None for bias in given)
+    joined = few_rows.projections(x, *weights) if is_bare else None
+    return joined or tuple(map(product, (x,) * len(weights), weights, given))
 
 
-def input_gradient(slopes: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """Return the sum of ``slope @ weight``: [rows, out_features] and [out_features, in_features] for each."""
-    dx = torch.mm(slopes[0], weights[0])
+def _trained(x: Tensor, *parameters: Tensor | None) -> Any:
+    if is_eager(x, *parameters):
+        return _apply(x, *parameters)
+    count = len(parameters) // 2
+    return tuple(map(product, (x,) * count, parameters[:count], parameters[count:]))
+
+
+def input_gradient(slopes: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """Return the sum of ``slope @ weight``: [rows, out_features] and [out_features, in_features] for each.
+
+    It has their dtype, or ``dtype``, as of :func:`gradient`.
+    """
+    dx = gradient(slopes[0], weights[0], dtype)
     for slope, weight in zip(slopes[1:], weights[1:], strict=True):
-        dx.addmm_(slope, weight)
+        if dx.dtype == slope.dtype:
+            dx.addmm_(slope, weight)
+        else:
+            dx = torch.addmm(dx, slope, weight, out_dtype=dx.dtype) if dx.is_cuda else dx + slope.to(dx) @ weight.to(dx)
     return dx
+
+
+def gradient(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return ``a @ b``, of the dtype of both; or of float32 that no product rounds, for a parameter that was cast."""
+    if dtype is None or dtype == a.dtype:
+        return torch.mm(a, b)
+    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else a.to(dtype) @ b.to(dtype)
 
 
 class _Projections(torch.autograd.Function):

@@ -225,13 +225,31 @@ def is_eager(x: Tensor, *others: Tensor | None) -> bool:
 
     Trainers train models of half types under autocast to their own dtype, which casts nothing.
     """
+    return product_dtype(x, *others) == x.dtype
+
+
+def product_dtype(x: Tensor, *others: Tensor | None) -> torch.dtype | None:
+    """Return the dtype of products of some tensors, autocast's if that casts; None if traced, or of several dtypes."""
     if is_traced(x):
-        return False
+        return None
     dtype = x.dtype
     for other in others:
         if other is not None and other.dtype != dtype:
-            return False
-    return not is_autocast(x) or autocast_dtype(x.device.type) == dtype
+            return None
+    return autocast_dtype(x.device.type) if dtype != torch.float64 and is_autocast(x) else dtype
+
+
+def as_products(call: Callable[..., Any], *tensors: Tensor | None) -> Any:
+    """Return what a function of the inputs of matrix products makes of them, each cast once as autocast casts."""
+    first = tensors[0]
+    assert first is not None
+    if not is_autocast(first) or is_traced(first):
+        return call(*tensors)
+    cast = cast_as_products(*tensors)
+    if all(x is y for x, y in zip(tensors, cast, strict=True)):
+        return call(*tensors)
+    with uncast(first.device.type):
+        return call(*cast)
 
 
 class _Thread(threading.local):

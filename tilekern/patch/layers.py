@@ -6,7 +6,8 @@ The model's own modules and functions run the steps one by one where a fused op 
 - a norm's forward or a rotation that was replaced
 - hooks on a norm or on all modules
 - DTensor and other subclasses of Tensor
-- terms of two dtypes
+
+Terms of two dtypes, as under autocast over float32, are added in the wider one, as torch adds them.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ def fused_add_rms_norm(
         return given
 
     def add_norm(residual: torch.Tensor, x: torch.Tensor, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        residual, x = _of_one_dtype(residual, x)
         given = checked(norm, residual, x)
         if given is not None:
             return ops.fused_add_rms_norm(residual, x, *given)
@@ -136,6 +138,7 @@ def _normed(norms: Collection[str]) -> tuple[Callable[[ast.FunctionDef], int], d
         return norm(x)
 
     def add_norm(residual: torch.Tensor, x: torch.Tensor, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        residual, x = _of_one_dtype(residual, x)
         alike = residual.dtype == x.dtype and residual.shape == x.shape
         given = given_of(norm, x) if alike and type(residual) in TENSORS else None
         if given is not None:
@@ -418,6 +421,14 @@ def _why(alike: bool, norm: Any, *tensors: torch.Tensor) -> str:
     if not alike:
         return "terms of two dtypes, as under autocast" if len({x.dtype for x in tensors}) > 1 else SHAPES
     return "hooks" if has_hooks(norm) else "a norm, a rotation, shapes or dtypes that the op does not take"
+
+
+def _of_one_dtype(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the terms of a sum in the dtype of the sum."""
+    if first.dtype == second.dtype or not is_plain(first, second):
+        return first, second
+    dtype = torch.promote_types(first.dtype, second.dtype)
+    return first.to(dtype), second.to(dtype)
 
 
 def given_of(norm: Any, home: str, kinds: Mapping[str, Norm]) -> tuple[Any, float, float, str] | None:

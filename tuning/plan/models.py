@@ -9,6 +9,8 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
+import torch
+
 from tilekern.errors import InputError, TilekernWarning
 from tilekern.kernels.attention.forward import SPEC as FORWARD
 from tilekern.kernels.cache_rows import SPEC as CACHE_ROWS
@@ -30,7 +32,7 @@ from tilekern.patch.stepping import (
 )
 from tilekern.patch.table import ops_in
 from tilekern.runtime.dispatch import is_invariant
-from tilekern.runtime.recorder import Trace, tracing
+from tilekern.runtime.recorder import Trace, products_cast, tracing
 from tilekern.runtime.switches import ATTENTION, ATTENTIONS, EXPERTS, LORA
 from tilekern.spec import bucket, cdiv
 from tilekern.spec.targets import Target
@@ -179,7 +181,7 @@ def _step(model: Any, steps: Steps, ops: Collection[str], found: Trace, *, is_sp
         if not (EXPERTS in ops and getattr(model.config.get_text_config(), "output_router_logits", False)):
             thin_out(model, found)
         for mode in _modes(steps):
-            with mode():
+            with mode(), _cast(steps, found):
                 for batch in _batches(steps):
                     step(model, batch, adamw=ADAMW in ops and steps.optimizer == ADAMW)
                 for run in _forwards(steps):
@@ -189,6 +191,18 @@ def _step(model: Any, steps: Steps, ops: Collection[str], found: Trace, *, is_sp
 def _modes(steps: Steps) -> list[Callable[[], contextlib.AbstractContextManager[None]]]:
     """Return the modes in which steps run: as usual, and ``invariant`` steps once more in that mode."""
     return [contextlib.nullcontext, *([invariant] if steps.invariant else [])]
+
+
+@contextlib.contextmanager
+def _cast(steps: Steps, found: Trace) -> Iterator[None]:
+    """Cast as the autocast of steps does."""
+    if steps.autocast is None:
+        yield
+        return
+    # Any machine has a CPU's autocast, and a GPU's casts the same.
+    found.stands_for = "cpu"
+    with products_cast("cpu"), torch.autocast("cpu", getattr(torch, steps.autocast)):
+        yield
 
 
 def _forwards(steps: Steps) -> Iterator[Callable[[Any], None]]:

@@ -19,7 +19,9 @@ TOKENS, CONTEXT = (2048, 8192), (4096,)
 # The engine generates, and computes logits of whole sequences only where they are asked for.
 OF_ENGINE: Mapping[str, Sequence[int]] = {"tokens": (), "decode": (1,)}
 # What describes the steps of a model that only transformers runs.
-_OF_MODELS = ("ops", "attention", "packed", "padded", "checkpointing", "experts", "optimizer", "fp8", "call")
+_OF_MODELS = (
+    "ops", "attention", "packed", "padded", "checkpointing", "experts", "optimizer", "fp8", "autocast", "call",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class Steps:
         checkpointing: activations are made again in the backward.
         experts: layers of experts run ``experts_implementation="tilekern"``, and routers the op, as
             ``apply(experts=True)`` has it.
+        autocast: the dtype to which autocast casts the products of float32 weights, as in a trainer's ``bf16=True``; or
+            none.
         fp8: the format of 8-bit floats of linear layers, as ``apply(fp8=...)`` has it; or none.
         optimizer: ``adamw``, which is ``tilekern.AdamW``, or ``none``.
         call: the arguments of the forward of a job's own step, by name; the lengths are then those of its tensors.
@@ -85,6 +89,7 @@ class Steps:
     checkpointing: bool = False
     optimizer: str = ADAMW
     experts: bool = False
+    autocast: str | None = None
     fp8: bool | str = ""
     call: Mapping[str, Any] | None = None
     decode: Sequence[int] = ()
@@ -98,6 +103,13 @@ class Steps:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", list(dict.fromkeys(map(dtype_named, self.dtype))))
         object.__setattr__(self, "fp8", format_of(self.fp8, "steps"))
+        if self.autocast is not None:
+            object.__setattr__(self, "autocast", dtype_named(self.autocast))
+            if self.autocast == "float32" or self.dtype != ["float32"]:
+                raise InputError(
+                    "--autocast casts the products of float32 weights to bfloat16 or float16; pass --dtype float32, or "
+                    "leave it out"
+                )
         for name in ("tokens", "sequence", "decode", "context", "chunk"):
             if odd := [count for count in getattr(self, name) if not isinstance(count, int) or isinstance(count, bool)]:
                 raise InputError(f"--{name} {odd[0]!r}: a token count is a whole number")
@@ -162,7 +174,9 @@ def steps_of(**given: Any) -> Steps:
     Raises:
         InputError: as :class:`Steps`.
     """
-    defaults = OF_ENGINE if given.get("engine") else {}
+    defaults: dict[str, Any] = dict(OF_ENGINE) if given.get("engine") else {}
+    if given.get("autocast") is not None:
+        defaults["dtype"] = ("float32",)
     return Steps(**{**defaults, **{name: value for name, value in given.items() if value is not None}})
 
 
