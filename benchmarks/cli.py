@@ -140,6 +140,9 @@ def train(
     steps: Annotated[int, typer.Option(min=1, help="Timed steps at each length, after four that warm up.")] = 5,
     providers: Annotated[str, typer.Option(help="Trainers, by commas; default the fastest of each family.")] = "",
     lora: Annotated[int, typer.Option(min=0, help="Rank of adapters that train alone; 0 trains all weights.")] = 0,
+    autocast: Annotated[
+        bool, typer.Option("--autocast", help="Weights are float32, and autocast casts products to bfloat16.")
+    ] = False,
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Compute activations again.")] = False,
     keep_attention: Annotated[
         bool, typer.Option("--keep-attention", help="With --checkpointing, but not attention; of tilekern alone.")
@@ -162,7 +165,9 @@ def train(
     if keep_attention and not (checkpointing and all(has_our_attention(name) for name in names)):
         raise InputError("--keep-attention goes with --checkpointing and --providers of tilekern")
     how = "attention" if keep_attention else "full" if checkpointing else ""
-    job = bench.Job("", model, layers, tuple(lengths), timed, 4, device.value, how, profile, sequence, lora)
+    job = bench.Job(
+        "", model, layers, tuple(lengths), timed, 4, device.value, how, profile, sequence, lora, autocast=autocast
+    )
     stem = name or "train"
 
     def keep(figures: Results, parts: Results) -> None:

@@ -9,7 +9,9 @@ from tilekern.errors import InputError
 from tilekern.patch.stepping import auto_class
 
 
-def make_model(config: Any, layers: int = 0, attention: str = "sdpa", device: str = "cuda") -> Any:
+def make_model(
+    config: Any, layers: int = 0, attention: str = "sdpa", device: str = "cuda", dtype: str = "bfloat16"
+) -> Any:
     """Make a language model of a configuration in training mode, without a cache of keys and values.
 
     Args:
@@ -17,6 +19,7 @@ def make_model(config: Any, layers: int = 0, attention: str = "sdpa", device: st
         layers: keep this number of first layers, and at most as many vision layers; 0 for all.
         attention: transformers' name of the attention implementation.
         device: the device on which the weights are made directly.
+        dtype: of the weights.
 
     Raises:
         InputError: the model has fewer layers.
@@ -34,7 +37,7 @@ def make_model(config: Any, layers: int = 0, attention: str = "sdpa", device: st
             vision.depth = min(vision.depth, layers)
     torch.manual_seed(0)
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(getattr(torch, dtype))
     try:
         with torch.device(device):
             return auto_class(made).from_config(made, attn_implementation=attention).train()

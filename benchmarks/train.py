@@ -154,6 +154,7 @@ def label(job: Job, tokens: int) -> str:
     said += f", {job.layers} layers" if job.layers else ""
     said += f", {WAYS[job.way]} on {job.ranks} GPUs" if job.way else ""
     said += f", {_adapters(job)}" if job.lora else ""
+    said += ", float32 weights under autocast" if job.autocast else ""
     return said + (f", {CHECKPOINTS[job.checkpointing]}" if job.checkpointing else "")
 
 

@@ -46,9 +46,9 @@ class Job:
 
     A step is a batch of sequences of ``sequence`` tokens, or one sequence if that is 0. With ``lora`` only adapters of
     that rank train, on all linear layers, in the model's dtype; with 0 all weights do. ``checkpointing`` is one of
-    :data:`CHECKPOINTS`. ``ranks`` processes share
-    the model in one of :data:`benchmarks.sharing.WAYS`; ``limit_s`` are the seconds that they may take, 0 for the
-    provider's.
+    :data:`CHECKPOINTS`. ``ranks`` processes share the model in one of :data:`benchmarks.sharing.WAYS`; ``limit_s`` are
+    the seconds that they may take, 0 for the provider's. With ``autocast`` weights are float32, and their products are
+    cast to bfloat16.
     """
 
     provider: str
@@ -65,6 +65,7 @@ class Job:
     way: str = ""
     ranks: int = 1
     limit_s: float = 0.0
+    autocast: bool = False
 
     @classmethod
     def read(cls, text: str) -> Job:
@@ -79,7 +80,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Loop:
-    """A model, its optimizer, and the training step; ``mesh`` are the ranks that share each sequence, if any do."""
+    """A model, its optimizer, and the training step; ``mesh`` are the ranks that share each sequence, if any do.
+
+    ``casts``: whether autocast casts products to bfloat16.
+    """
 
     trainer: Trainer
     model: Any
@@ -87,12 +91,16 @@ class Loop:
     device: str
     shares: int = 1
     mesh: Any = None
+    casts: bool = False
 
     def step(self, ids: Any) -> Any:
         """Take one step on random tokens; return its loss."""
+        import torch
+
         self.optimizer.zero_grad(set_to_none=True)
         with self.trainer.held_to_backend(), sharing.inputs_of(ids, self.mesh) as given:
-            loss = self.model(**given).loss
+            with torch.autocast(self.device, torch.bfloat16, enabled=self.casts):
+                loss = self.model(**given).loss
             loss.backward()
         self.optimizer.step()
         return loss.detach()
@@ -173,7 +181,7 @@ def prepare(job: Job) -> None:
 def begin(job: Job) -> Loop:
     """Make the model on its device, and its optimizer."""
     trainer, config = trainer_named(job.provider), config_named(job.model)[1]
-    model = make_model(config, job.layers, trainer.attention, job.device)
+    model = make_model(config, job.layers, trainer.attention, job.device, "float32" if job.autocast else "bfloat16")
     trainer.convert(model)
     if job.way:
         model = sharing.shared(model, job.way, job.ranks, job.device)
@@ -184,7 +192,8 @@ def begin(job: Job) -> Loop:
     mesh = sharing.mesh_of(model, job.way, job.ranks, job.device, drops_masks=not has_our_attention(job.provider))
     trainer.compile(model)
     shares = job.ranks if job.way == "fsdp" else 1
-    return Loop(trainer, model, trainer.optimizer(model, LEARNING_RATE), job.device, shares, mesh)
+    optimizer = trainer.optimizer(model, LEARNING_RATE)
+    return Loop(trainer, model, optimizer, job.device, shares, mesh, job.autocast)
 
 
 def _checkpoint(model: Any, kind: str) -> None:

@@ -103,11 +103,8 @@ _STEPS = {
     "dtype": click.option("--dtype", help="bfloat16 (bf16), float16 (fp16), float32 (fp32).  [default: bfloat16]"),
     "autocast": click.option(
         "--autocast",
-        is_flag=False,
-        flag_value="bfloat16",
-        metavar="[DTYPE]",
-        help="Weights are float32, and autocast casts their products, to bfloat16 if no dtype follows, as "
-        "Trainer(bf16=True) does.",
+        is_flag=True,
+        help="Weights are float32, and autocast casts their products to bfloat16, as Trainer(bf16=True) does.",
     ),
     "tp": click.option(
         "--tp",

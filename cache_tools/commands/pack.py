@@ -27,10 +27,9 @@ from tilekern.runtime.switches import FP8_FORMATS, ROWWISE, fp8_format
 _DTYPES = ("--dtype", "bfloat16,float16,float32")
 # In whatever dtype and by whatever attention the model may be trained, and generate.
 # On long sequences attention's backward runs in pieces of fewer heads.
-_STEPS = (
-    *_DTYPES, "--attention", "tilekern,tilekern_nondeterministic", "--experts", "--decode", "2", "--context", "4096",
-    "--invariant", "--tokens", "4096,8192,16384,32768",
-)  # fmt: skip
+_TRAINED = ("--attention", "tilekern,tilekern_nondeterministic", "--experts", "--tokens", "4096,8192,16384,32768")
+_STEPS = (*_TRAINED, *_DTYPES, "--decode", "2", "--context", "4096", "--invariant")
+_AUTOCAST = (*_TRAINED, "--autocast")
 # Few rows and many, and weights of both kinds.
 _OF_ENGINE = (*_DTYPES, "--engine", "--decode", "1,64,128", "--tokens", "64,128")
 _STEPS_OF_ENGINE = (_OF_ENGINE, (*_OF_ENGINE, "--weight-dtype", "int8"))
@@ -58,9 +57,9 @@ def pack(
 ) -> None:  # fmt: skip
     """Write records, their artifacts and signatures into one file; the same records give the same bytes.
 
-    The records of a model are those of its sizes, in any dtype and for steps of any length, with those of its experts
-    and of generation; with --fp8, also those of its linear layers and experts of 8-bit floats; with --engine, those of
-    the engine in place of these, weights of int8 included.
+    The records of a model are those of its sizes, in any dtype, under autocast, and for steps of any length, with those
+    of its experts and of generation; with --fp8, also those of its linear layers and experts of 8-bit floats; with
+    --engine, those of the engine in place of these, weights of int8 included.
 
     JSON: pack, records, bytes, left_out.
     """
@@ -99,7 +98,7 @@ def _is_needed(record: Record, model: str, tp: int, engine: bool, fp8: str | Non
 
 @functools.cache
 def _needed_by(model: str, target_key: str, tp: int, engine: bool, fp8: str | None) -> set[_Needed]:
-    ways = _STEPS_OF_ENGINE if engine else (_STEPS, *([(*_STEPS, "--fp8", fp8)] if fp8 else []))
+    ways = _STEPS_OF_ENGINE if engine else (_STEPS, _AUTOCAST, *([(*_STEPS, "--fp8", fp8)] if fp8 else []))
     return set().union(*(_planned(model, target_key, tp, steps) for steps in ways))
 
 

@@ -159,6 +159,17 @@ def test_adapters_train_alone(tiny):
     assert {x.dtype for x in loop.model.parameters()} == {torch.bfloat16}
 
 
+def test_weights_of_float32_train_under_autocast(tiny):
+    job = replace(JOB, provider="hf-sdpa", model=str(tiny), tokens=(8,), timed=(1,), device="cpu", autocast=True)
+    assert train.label(job, 8) == "tiny 8 tokens, float32 weights under autocast"
+    loop = begin(job)
+    seen = set()
+    loop.model.model.layers[0].mlp.register_forward_hook(lambda _, given, y: seen.update((given[0].dtype, y.dtype)))
+    loop.step(loop.tokens(8, 0))
+    assert seen == {torch.float32, torch.bfloat16}
+    assert {x.dtype for x in loop.model.parameters()} == {torch.float32}
+
+
 def test_torchao_converts_the_layers_of_the_decoder_before_they_are_compiled(tiny, monkeypatch):
     class Rounded(torch.nn.Linear):
         recipe = ""

@@ -213,6 +213,18 @@ def test_dtypes_and_attention_implementations_are_all_planned():
     assert sizes(found["cross_entropy_forward"], "dtype") == {("float16",)}, "whose loss goes by another way"
 
 
+def test_autocast_over_float32_is_planned_as_a_trainer_casts():
+    found = by_kernel(planned(SMALL, dtype=["float32"], autocast=True, optimizer="none"))
+    assert sizes(found["attention_backward"], "dtype") == sizes(found["swiglu_forward"], "dtype") == {("bfloat16",)}
+    assert sizes(found["fused_add_rms_norm_backward"], "dtype", "weight_dtype") == {("float32", "float32")}
+    names = ("dtype", "weight_dtype", "angle_dtype")
+    assert sizes(found["qk_norm_rope_forward"], *names) == {("bfloat16", "float32", "float32")}
+    # Of the loss, whose products are cast.
+    assert sizes(found["fused_linear_cross_entropy"], "dtype") == {("bfloat16",)}
+    with pytest.raises(InputError, match="float32"):
+        Steps([64], dtype=["bfloat16"], autocast=True)
+
+
 def test_a_step_of_several_sequences_has_the_same_tokens_in_a_batch():
     for kernel, problem in planned(SMALL, [8192], sequence=[2048]).problems:
         if "batch" in problem:

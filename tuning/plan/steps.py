@@ -58,8 +58,7 @@ class Steps:
         checkpointing: activations are made again in the backward.
         experts: layers of experts run ``experts_implementation="tilekern"``, and routers the op, as
             ``apply(experts=True)`` has it.
-        autocast: the dtype to which autocast casts the products of float32 weights, as in a trainer's ``bf16=True``; or
-            none.
+        autocast: weights are float32, and autocast casts their products to bfloat16, as a trainer's ``bf16=True``.
         fp8: the format of 8-bit floats of linear layers, as ``apply(fp8=...)`` has it; or none.
         optimizer: ``adamw``, which is ``tilekern.AdamW``, or ``none``.
         call: the arguments of the forward of a job's own step, by name; the lengths are then those of its tensors.
@@ -89,7 +88,7 @@ class Steps:
     checkpointing: bool = False
     optimizer: str = ADAMW
     experts: bool = False
-    autocast: str | None = None
+    autocast: bool = False
     fp8: bool | str = ""
     call: Mapping[str, Any] | None = None
     decode: Sequence[int] = ()
@@ -103,13 +102,8 @@ class Steps:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", list(dict.fromkeys(map(dtype_named, self.dtype))))
         object.__setattr__(self, "fp8", format_of(self.fp8, "steps"))
-        if self.autocast is not None:
-            object.__setattr__(self, "autocast", dtype_named(self.autocast))
-            if self.autocast == "float32" or self.dtype != ["float32"]:
-                raise InputError(
-                    "--autocast casts the products of float32 weights to bfloat16 or float16; pass --dtype float32, or "
-                    "leave it out"
-                )
+        if self.autocast and self.dtype != ["float32"]:
+            raise InputError("--autocast casts products of float32 weights; leave out --dtype, or pass --dtype float32")
         for name in ("tokens", "sequence", "decode", "context", "chunk"):
             if odd := [count for count in getattr(self, name) if not isinstance(count, int) or isinstance(count, bool)]:
                 raise InputError(f"--{name} {odd[0]!r}: a token count is a whole number")
@@ -175,7 +169,7 @@ def steps_of(**given: Any) -> Steps:
         InputError: as :class:`Steps`.
     """
     defaults: dict[str, Any] = dict(OF_ENGINE) if given.get("engine") else {}
-    if given.get("autocast") is not None:
+    if given.get("autocast"):
         defaults["dtype"] = ("float32",)
     return Steps(**{**defaults, **{name: value for name, value in given.items() if value is not None}})
 
