@@ -7,12 +7,16 @@ import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+import tilekern
 from benchmarks.providers import OURS
 from benchmarks.results import Results, Row
+from tilekern.cache.packs.pack import Pack
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.spec.source import source_digest
+from tilekern.tuning.carrying import HISTORY
 
 # Benchmarks that time tilekern's kernels; the other benchmarks time its Python code.
 OF_KERNELS = (
@@ -22,15 +26,36 @@ OF_KERNELS = (
 # Counters that rise when a kernel's record serves a call, instead of torch's own operations.
 _SERVED = ("hits", "nearest", "compiled", "launches")
 _DIGITS = 8
+# Of a digest, in results.
+_KEPT = 12
 
 
 @functools.cache
 def digest_today(kernel: str) -> str | None:
     """Return the current digest of a kernel's source, or None if the kernel does not exist."""
     try:
-        return source_digest(spec_named(kernel).module)[:12]
+        return source_digest(spec_named(kernel).module)[:_KEPT]
     except InputError:
         return None
+
+
+@functools.cache
+def _carried_over() -> dict[str, set[str]]:
+    """Return by kernel the digests of sources from which the records of the packs were carried over to today's."""
+    found: dict[str, set[str]] = {}
+    for path in (Path(tilekern.__file__).parent / "prebuilt").glob("*.pack"):
+        pack = Pack(path)
+        for address in pack.records:
+            record = pack.read_record(address)
+            if record.source_digest[:_KEPT] == digest_today(record.kernel):
+                history = (record.measurement or {}).get(HISTORY, ())
+                found.setdefault(record.kernel, set()).update(one["source_digest"][:_KEPT] for one in history)
+    return found
+
+
+def is_of_today(kernel: str, digest: str) -> bool:
+    """Return whether a digest is of a kernel's source, or of one whose records have the same machine code today."""
+    return digest == digest_today(kernel) or digest in _carried_over().get(kernel, ())
 
 
 def digests(kernels: Iterable[str]) -> dict[str, str]:
@@ -75,7 +100,7 @@ def described(results: Results, case: str) -> str:
     sources = next((row.sources for row in rows if row.sources), {})
     commit = str(results.run["commit"])[:7]
     if sources:
-        changed = [kernel for kernel, digest in sources.items() if digest_today(kernel) != digest]
+        changed = [kernel for kernel, digest in sources.items() if not is_of_today(kernel, digest)]
         return _joined(sources) + (f", **stale**: {', '.join(changed)} changed" if changed else "")
     return f"digest not recorded (commit {commit})" if results.benchmark in OF_KERNELS else f"commit {commit}"
 

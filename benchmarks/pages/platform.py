@@ -17,7 +17,7 @@ NAME = "platform.md"
 _TEXT = """
 Costs outside of the kernels. Figures are medians with half the distance between the quartiles. Figures of Python code
 name the commit that they measured; figures of kernels have the digest of the kernels' source, and *stale* means that it
-has changed since. The JSON files have more figures.
+has changed since, and its machine code with it. The JSON files have more figures.
 """
 # The figures shown of each benchmark: the page's title of each metric.
 _START: Mapping[str, Mapping[str, str]] = {

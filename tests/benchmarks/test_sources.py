@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ import tilekern
 from benchmarks import sources
 from benchmarks.results import Results, Row
 from tilekern import ops
+from tilekern.cache.packs.pack import Pack
 
 RUN = {"commit": "abc123def456", "notes": []}
 
@@ -51,6 +54,19 @@ def test_a_figure_of_another_source_is_stale_and_names_its_kernel():
     assert changed[:10] != today, "the digest is of what was measured"
     gone = sources.described(results(fresh | {"no_such_kernel": "0" * 12}), "a")
     assert gone.endswith("**stale**: no_such_kernel changed")
+
+
+def test_a_figure_of_a_source_whose_records_were_carried_over_is_not_stale():
+    """As of this repository's packs: a record says from which source its figures are."""
+    for path in (Path(tilekern.__file__).parent / "prebuilt").glob("*.pack"):
+        pack = Pack(path)
+        for record in map(pack.read_record, pack.records):
+            if record.measurement and (history := record.measurement.get("carried_over")):
+                before = history[0]["source_digest"][:12]
+                assert before != sources.digest_today(record.kernel)
+                assert "stale" not in sources.described(results({record.kernel: before}), "a")
+                return
+    pytest.fail("no pack has a record that was carried over")
 
 
 def test_a_figure_without_a_digest_names_its_commit():
