@@ -201,7 +201,7 @@ def test_another_cap_of_scores_is_heeded(served):
 def test_tokens_of_images_see_each_other_and_text_alone_trains_by_it(served):
     """Of an image's tokens each sees all, which the mask says."""
     model, ids, more = tiny_families.make_seeing("gemma3")
-    model.train()
+    model.eval()  # in training, older releases ask for token types
     model.config.text_config.use_cache = False
     expected = [step(model, *given[:1], **given[1]) for given in ((IDS % 50, {}), (ids, more))]
     tilekern.apply(model_type="gemma3")
@@ -434,28 +434,30 @@ def test_autocast_to_the_model_s_own_dtype_casts_nothing(served):
         assert torch.nn.functional.cosine_similarity(one.double().ravel(), other.double().ravel(), 0) > 0.99
 
 
-def test_packed_rows_are_told_apart(served):
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
-    expected = step(small("eager"), IDS[:1, :3])[1:]
-    rest = step(small("eager"), IDS[:1, 3:])[1:]
-    apply()
-    labels = IDS[:1].clone()
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_packed_rows_are_told_apart(family, served):
+    ids, positions = ROWS[:1, :7], torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    expected = step(of_family(family, "eager"), ids[:, :3])[1:]
+    rest = step(of_family(family, "eager"), ids[:, 3:])[1:]
+    tilekern.apply(model_type=family)
+    labels = ids.clone()
     labels[0, 3] = -100
     # Of 2 and of 3 labels.
     both = [(2 * one + 3 * other) / 5 for one, other in zip(expected, rest, strict=True)]
     starts = {"cu_seq_lens_q": torch.tensor([0, 3, 7], dtype=torch.int32)}
     for more in ({}, starts, {**starts, "max_length_q": 4, "cu_seq_lens_k": starts["cu_seq_lens_q"]}):
-        found = steps_of(small(), served, ids=IDS[:1], labels=labels, position_ids=positions, **more)[1:]
+        found = steps_of(of_family(family), served, ids=ids, labels=labels, position_ids=positions, **more)[1:]
         assert served == [True, True]
         assert near(found, both)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3"])
 @pytest.mark.parametrize("is_half", [False, True])
-def test_a_trainer_trains_by_it(is_half, served, tmp_path):
-    apply()
-    model = small().bfloat16() if is_half else small()
+def test_a_trainer_trains_by_it(family, is_half, served, tmp_path):
+    tilekern.apply(model_type=family)
+    model = of_family(family).bfloat16() if is_half else of_family(family)
     options = {"max_steps": 2, "bf16": is_half, "use_cpu": True, "report_to": [], "save_strategy": "no"}
-    rows = [{"input_ids": row, "labels": row} for row in IDS]
+    rows = [{"input_ids": row, "labels": row} for row in ROWS]
     Trainer(model, TrainingArguments(str(tmp_path), **options), train_dataset=rows).train()
     assert served == [True] * 4
 

@@ -3,7 +3,7 @@
 The launches are those of the ops it is made of, with the same bits in the forward. Between ops the host makes views and
 nodes of autograd and calls modules, which takes as long as the launches: steps of small models wait for that. In the
 backward the gradients of a norm and of the sum before it are one launch, as in ``fused_add_rms_norm``; of the first
-norm too, where two ops would launch twice and add.
+norm too, where two ops would launch twice and add, unless attention has a norm behind it.
 
 It is written by hand and not declared, as it is a sequence of other ops' launches. Where it does not serve a call its
 parts run as ops of their own, so there is nothing to register and no formula.
@@ -362,6 +362,7 @@ class _DecoderLayer(torch.autograd.Function):
         if weights.out_norm is None:
             dx, dnorm = norms.add["launch_backward"](plans.add_norm, _ALL, dtotal, drows, *of_norm)
         else:
+            # As its parts: of a sum and its norm alone such a layer has no plan, so that jobs would miss a record.
             dx, dnorm = norms.norm["launch_backward"](plans.norm, _ALL, drows, *of_norm)
             dx.add_(dtotal)
         # In the order of the weights.
