@@ -1,5 +1,6 @@
 """A layer as one op computes what its ops do, launches less, and leaves to them what it does not serve."""
 
+import sys
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -253,6 +254,21 @@ def test_a_norm_of_an_odd_address_runs_by_parts(name):
     assert decoder_layer(*given, weights, numbers) is not None
     moved = weights._replace(**{name: misaligned(getattr(weights, name))})
     assert decoder_layer(*given, moved, numbers) is None
+
+
+@pytest.mark.parametrize("change", [{"offset": 1.0}, {"cast": False}, {"activation": "gelu"}])
+def test_layers_of_one_shape_and_other_kinds_have_plans_of_their_own(change, monkeypatch):
+    class Keys(dict):
+        def __missing__(self, key):
+            seen.append(key)
+            raise KeyError
+
+    seen = []
+    (*given, _, _), numbers = drawn(CASES["llama"])
+    monkeypatch.setattr(sys.modules[decoder_layer.__module__], "_plans", Keys())
+    for kind in (numbers, numbers._replace(**change)):
+        assert decoder_layer(*given, kind) is not None
+    assert len(set(seen)) == 2
 
 
 def test_a_cap_that_is_no_cap_is_an_error():
