@@ -190,6 +190,23 @@ def test_a_layer_with_other_code_is_not_one_op(kind):
     assert matching.Module("gemma3", text.replace(old, new)).whole("Gemma3DecoderLayer") is None
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_helper_of_norms_that_is_replaced_is_heeded(is_whole, served, monkeypatch):
+    def second(attention):
+        model = of_family("gemma3", attention)
+        step(model, ROWS)
+        kind = type(model.model.norm)
+        with monkeypatch.context() as patch:
+            helper = kind._norm
+            patch.setattr(kind, "_norm", lambda self, x: 2 * helper(self, x))
+            return steps_of(model, served, ids=ROWS)
+
+    expected = second("eager")
+    tilekern.apply(model_type="gemma3", **({} if is_whole else {"swiglu": False}))
+    assert near(second("tilekern"), expected)
+    assert not served
+
+
 def test_another_cap_of_scores_is_heeded(served):
     change = layer_numbers("self_attn.attn_logit_softcapping", 0.5)
     expected = second_step("gemma2", "eager", change, served)

@@ -142,7 +142,7 @@ def decoder(original: Function, norms: Collection[str], kinds: Mapping[str, Norm
 
 
 class _Seen:
-    """The classes and forwards of a layer's modules whose calls were seen to do no more than the op.
+    """The classes, forwards and norms' helpers of a layer's modules whose calls were seen to do no more than the op.
 
     It holds no module: modules that are exchanged, and their weights, are free at once.
 
@@ -158,14 +158,15 @@ class _Seen:
             for name in names:
                 found[name] = one = found[owner].__dict__["_modules"][name]
                 # False, which no forward is, if its own is no method of it: each call may then do something else.
-                self._places.append((owner, name, type(one), forward_of(one) or False))
+                helper = getattr(type(one), "_norm", None)
+                self._places.append((owner, name, type(one), forward_of(one) or False, helper))
 
     def modules(self, layer: Any) -> dict[str, Any] | None:
         """Return the modules by name; None if calling one of them now does something else, or one has no parameters."""
         if has_global_hooks():
             return None
         found = {"": layer}
-        for owner, name, kind, forward in self._places:
+        for owner, name, kind, forward, helper in self._places:
             found[name] = one = found[owner].__dict__["_modules"].get(name)
             if type(one) is not kind:
                 return None
@@ -175,6 +176,7 @@ class _Seen:
                 own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"]
                 or own["_backward_pre_hooks"] or "weight" in own or "bias" in own or "_compiled_call_impl" in own
                 or (forward_of(one) if "forward" in own else kind.forward) is not forward
+                or (helper is not None and kind._norm is not helper)
             ):  # fmt: skip
                 return None
         return found
