@@ -9,7 +9,7 @@ from tilekern.patch import whole_layers
 from tilekern.tuning.plan.configs import config_named
 
 pytestmark = pytest.mark.gpu
-MODELS = ["qwen3-0.6b", "llama-3.2-1b", "qwen2.5-0.5b"]
+MODELS = ["qwen3-0.6b", "llama-3.2-1b", "qwen2.5-0.5b", "gemma-2-2b", "gemma-3-1b"]
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,8 @@ def made(name, device="cuda"):
     config = config_named(name)[1]
     config.num_hidden_layers, config.use_cache = 2, False
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:2]
+        kinds = list(dict.fromkeys(config.layer_types))
+        config.layer_types = [kinds[0], kinds[-1]]
     torch.manual_seed(0)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="tilekern").train()
@@ -80,9 +81,10 @@ def test_a_step_has_the_loss_of_its_parts_bit_by_bit_and_their_gradients(name, b
     assert all(map(torch.equal, found, again[1]))
 
 
-def test_captured_steps_have_the_bits_of_eager_ones():
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "gemma-3-1b"])
+def test_captured_steps_have_the_bits_of_eager_ones(name):
     def losses(graphs):
-        model = made("qwen3-0.6b")
+        model = made(name)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         if graphs:
             tilekern.graphed(model)

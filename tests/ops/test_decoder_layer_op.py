@@ -1,5 +1,7 @@
 """A layer as one op computes what its ops do, launches less, and leaves to them what it does not serve."""
 
+import sys
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,7 +15,7 @@ from tilekern import ops
 from tilekern.ops.decoder_layer import Numbers, Weights, decoder_layer
 
 BATCH, TOKENS, HIDDEN, HEADS, KV_HEADS, SIZE, INNER = 2, 7, 24, 4, 2, 16, 40
-EPS = (1e-6, 1e-5, 3e-6)
+EPS = (1e-6, 1e-5, 3e-6, 2e-6)
 
 
 class Case(NamedTuple):
@@ -24,14 +26,26 @@ class Case(NamedTuple):
     window: int | None = None
     packed: bool = False
     own_angles: bool = False
+    around: bool = False
+    softcap: float | None = None
+    offset: float = 0.0
+    cast: bool = True
+    activation: str = "silu"
 
 
+GEMMA = Case(heads=False, offset=1.0, cast=False, activation="gelu_tanh")
 CASES = {
     "qwen3": Case(),
     "llama": Case(heads=False),
     "qwen2, packed": Case(heads=False, biases=True, packed=True),
     "a window": Case(window=3),
     "angles of each row": Case(own_angles=True, biases=True),
+    "gemma": GEMMA,
+    "gemma2": GEMMA._replace(around=True, softcap=2.0, window=3),
+    "gemma3": GEMMA._replace(around=True, heads=True, own_angles=True),
+    "gemma3, packed": GEMMA._replace(around=True, heads=True, window=3, packed=True),
+    "norms around, of Llama's kind": Case(around=True, activation="gelu"),
+    "norms that round last": Case(cast=False),
 }
 
 
@@ -42,12 +56,13 @@ def drawn(case: Case, dtype: torch.dtype = torch.float32) -> tuple[list[Any], Nu
         return (base + scale * torch.randn(shape, generator=generator)).to(dtype).requires_grad_()
 
     def norm(size: int) -> torch.Tensor:
-        return made(size, scale=0.1, base=1.0)
+        return made(size, scale=0.1, base=1.0 - case.offset)
 
     outs = [heads * SIZE for heads in (HEADS, KV_HEADS, KV_HEADS)]
     weights = Weights(
         norm(HIDDEN), *(made(out, HIDDEN) for out in outs), *(made(out) if case.biases else None for out in outs),
-        *((norm(SIZE), norm(SIZE)) if case.heads else (None, None)), made(HIDDEN, outs[0]), norm(HIDDEN),
+        *((norm(SIZE), norm(SIZE)) if case.heads else (None, None)), made(HIDDEN, outs[0]),
+        norm(HIDDEN) if case.around else None, norm(HIDDEN), norm(HIDDEN) if case.around else None,
         made(INNER, HIDDEN), made(INNER, HIDDEN), made(HIDDEN, INNER),
     )  # fmt: skip
     batch = 1 if case.packed else BATCH
@@ -55,30 +70,50 @@ def drawn(case: Case, dtype: torch.dtype = torch.float32) -> tuple[list[Any], Nu
     starts = torch.tensor([0, 3, TOKENS], dtype=torch.int32) if case.packed else None
     x = made(batch, TOKENS, HIDDEN, scale=1.0)
     given = [x, angle.cos().to(dtype), angle.sin().to(dtype), weights, starts, 4 if case.packed else None]
-    return given, Numbers(SIZE, EPS, SIZE**-0.5, case.window)
+    of_norms = {"offset": case.offset, "cast": case.cast}
+    return given, Numbers(
+        SIZE, EPS, SIZE**-0.5, case.window, softcap=case.softcap, activation=case.activation, **of_norms
+    )
 
 
 def by_parts(x, cos, sin, weights, numbers, starts, longest):
-    rows = ops.rms_norm(x, weights.norm, numbers.eps[0])
+    mode = "llama" if numbers.cast else "gemma"
+    options, eps = {"offset": numbers.offset, "casting_mode": mode}, numbers.eps
+    rows = ops.rms_norm(x, weights.norm, eps[0], **options)
     made = ops.projections(rows, *weights[1:4], biases=weights[4:7])
     q, k, v = (y.view(*y.shape[:2], -1, SIZE) for y in made)
     if weights.q_norm is not None:
-        q, k = ops.qk_norm_rope(q, k, weights.q_norm, weights.k_norm, cos, sin, numbers.eps[1])
+        q, k = ops.qk_norm_rope(q, k, weights.q_norm, weights.k_norm, cos, sin, eps[1], **options)
     else:
         q, k = (y.transpose(1, 2) for y in ops.rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, twice=True))
     # Under autocast norms and angles of float32 widen q and k.
     q, k = q.to(v.dtype), k.to(v.dtype)
-    out = ops.attention(q, k, v, scale=numbers.scale, window=numbers.window, cu_seqlens=starts, max_seqlen=longest)
-    made = (out.flatten(2) @ weights.out.t()).to(x.dtype)
-    total, rows = ops.fused_add_rms_norm(x, made, weights.mlp_norm, numbers.eps[2])
-    return total + ops.gated_mlp(rows, *weights[-3:])
+    of_scores = {"scale": numbers.scale, "window": numbers.window, "softcap": numbers.softcap}
+    out = ops.attention(q, k, v, **of_scores, cu_seqlens=starts, max_seqlen=longest).flatten(2) @ weights.out.t()
+    out = out.to(x.dtype)
+    if weights.out_norm is None:
+        total, rows = ops.fused_add_rms_norm(x, out, weights.mlp_norm, eps[2], **options)
+    else:
+        total, rows = ops.fused_rms_norm_add_rms_norm(x, out, weights.out_norm, weights.mlp_norm, eps[2], **options)
+    if numbers.activation == "silu":
+        y = ops.gated_mlp(rows, *weights[-3:])
+    else:
+        gate, up = rows @ weights.gate.t(), rows @ weights.up.t()
+        y = ops.geglu(gate, up, tanh=numbers.activation == "gelu_tanh") @ weights.down.t()
+    return (
+        total + y
+        if weights.down_norm is None
+        else ops.fused_rms_norm_add(total, y, weights.down_norm, eps[3], **options)
+    )
 
 
 def exactly(x, cos, sin, weights, numbers, starts, longest):
     """The layer in torch's operations."""
 
     def normed(y, weight, eps):
-        return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight
+        if weight is None:
+            return y
+        return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * (weight + numbers.offset)
 
     def turned(y):
         one, other = y.chunk(2, -1)
@@ -87,8 +122,7 @@ def exactly(x, cos, sin, weights, numbers, starts, longest):
     rows = normed(x, weights.norm, numbers.eps[0])
     made = (torch.nn.functional.linear(rows, *pair) for pair in zip(weights[1:4], weights[4:7], strict=True))
     q, k, v = (y.view(*y.shape[:2], -1, SIZE) for y in made)
-    if weights.q_norm is not None:
-        q, k = normed(q, weights.q_norm, numbers.eps[1]), normed(k, weights.k_norm, numbers.eps[1])
+    q, k = normed(q, weights.q_norm, numbers.eps[1]), normed(k, weights.k_norm, numbers.eps[1])
     place = torch.arange(TOKENS)
     shown = place[:, None] >= place
     if numbers.window is not None:
@@ -96,14 +130,19 @@ def exactly(x, cos, sin, weights, numbers, starts, longest):
     if starts is not None:
         number = torch.bucketize(place, starts[1:], right=True)
         shown &= number[:, None] == number
-    heads = [y.transpose(1, 2) for y in (turned(q), turned(k), v)]
-    out = torch.nn.functional.scaled_dot_product_attention(
-        *heads, attn_mask=shown, scale=numbers.scale, enable_gqa=True
-    )
-    total = x + out.transpose(1, 2).flatten(2) @ weights.out.t()
+    q, k, v = (y.transpose(1, 2).repeat_interleave(HEADS // y.shape[2], 1) for y in (turned(q), turned(k), v))
+    scores = q @ k.mT * numbers.scale
+    if numbers.softcap is not None:
+        scores = numbers.softcap * torch.tanh(scores / numbers.softcap)
+    out = scores.masked_fill(~shown, -torch.inf).softmax(-1) @ v
+    added = out.transpose(1, 2).flatten(2) @ weights.out.t()
+    total = x + normed(added, weights.out_norm, numbers.eps[2])
     rows = normed(total, weights.mlp_norm, numbers.eps[2])
     gate, up = rows @ weights.gate.t(), rows @ weights.up.t()
-    return total + (torch.nn.functional.silu(gate) * up) @ weights.down.t()
+    curve = torch.nn.functional.silu
+    if numbers.activation != "silu":
+        curve = partial(torch.nn.functional.gelu, approximate="tanh" if numbers.activation == "gelu_tanh" else "none")
+    return total + normed((curve(gate) * up) @ weights.down.t(), weights.down_norm, numbers.eps[3])
 
 
 def leaves(given):
@@ -144,6 +183,9 @@ def test_in_half_types_it_is_as_near_as_its_parts(name, is_cast):
 
         return call
 
+    if is_cast and given[3].out_norm is not None:
+        assert cast(decoder_layer)(*given[:4], numbers) is None
+        return
     ours, theirs = (run(cast(layer), given, numbers) for layer in (decoder_layer, by_parts))
     assert torch.equal(ours[0], theirs[0])
     assert {y.dtype for y in ours} == {given[0].dtype}
@@ -152,11 +194,20 @@ def test_in_half_types_it_is_as_near_as_its_parts(name, is_cast):
         assert wrong <= 1.2 * usual + 1e-3 * right.norm()
 
 
-def test_the_gradients_of_the_first_norm_and_of_the_sum_are_one_launch():
-    given, numbers = drawn(CASES["qwen3"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma"])
+def test_the_gradients_of_the_first_norm_and_of_the_sum_are_one_launch(name):
+    given, numbers = drawn(CASES[name])
     apart, together = (launched_by(lambda way=way: run(way, given, numbers)) for way in (by_parts, decoder_layer))
-    assert apart.pop("rms_norm_backward") == 1
-    assert apart | {"fused_add_rms_norm_backward": 2} == together
+    kind = "_offset" if numbers.offset else ""
+    assert apart.pop(f"rms_norm{kind}_backward") == 1
+    assert apart | {f"fused_add_rms_norm{kind}_backward": 2} == together
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_with_norms_around_its_halves_it_launches_what_its_parts_do(name):
+    given, numbers = drawn(CASES[name])
+    apart, together = (launched_by(lambda way=way: run(way, given, numbers)) for way in (by_parts, decoder_layer))
+    assert apart == together
 
 
 def test_a_frozen_input_has_no_gradient():
@@ -211,6 +262,35 @@ REFUSED = {
 def test_what_it_does_not_serve_runs_by_parts(kind):
     given, numbers = drawn(CASES["llama"])
     assert decoder_layer(*REFUSED[kind](*given[:4]), numbers) is None
+
+
+@pytest.mark.parametrize("name", ["norm", "q_norm", "k_norm", "out_norm", "mlp_norm", "down_norm"])
+def test_a_norm_of_an_odd_address_runs_by_parts(name):
+    (x, cos, sin, weights, *_), numbers = drawn(CASES["gemma3"])
+    assert decoder_layer(x, cos, sin, weights, numbers) is not None
+    moved = weights._replace(**{name: misaligned(getattr(weights, name))})
+    assert decoder_layer(x, cos, sin, moved, numbers) is None
+
+
+@pytest.mark.parametrize("change", [{"offset": 1.0}, {"cast": False}, {"activation": "gelu"}])
+def test_layers_of_one_shape_and_other_kinds_have_plans_of_their_own(change, monkeypatch):
+    class Keys(dict):
+        def __missing__(self, key):
+            seen.append(key)
+            raise KeyError
+
+    seen = []
+    given, numbers = drawn(CASES["llama"])
+    monkeypatch.setattr(sys.modules[decoder_layer.__module__], "_plans", Keys())
+    for kind in (numbers, numbers._replace(**change)):
+        assert decoder_layer(*given[:4], kind) is not None
+    assert len(set(seen)) == 2
+
+
+def test_a_cap_that_is_no_cap_is_an_error():
+    given, numbers = drawn(CASES["gemma2"])
+    with pytest.raises(ValueError, match="softcap must be positive"):
+        decoder_layer(*given[:4], numbers._replace(softcap=0.0))
 
 
 def test_without_gradients_in_the_invariant_mode_and_between_half_types_parts_run():

@@ -1,9 +1,9 @@
-"""decoder_layer: a layer of a decoder with norms before its halves, as one function of autograd.
+"""decoder_layer: a layer of a decoder with norms before its halves, or around them, as one function of autograd.
 
 The launches are those of the ops it is made of, with the same bits in the forward. Between ops the host makes views and
 nodes of autograd and calls modules, which takes as long as the launches: steps of small models wait for that. In the
 backward the gradients of a norm and of the sum before it are one launch, as in ``fused_add_rms_norm``; of the first
-norm too, where two ops would launch twice and add.
+norm too, where two ops would launch twice and add, unless attention has a norm behind it.
 
 It is written by hand and not declared, as it is a sequence of other ops' launches. Where it does not serve a call its
 parts run as ops of their own, so there is nothing to register and no formula.
@@ -18,14 +18,23 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from tilekern.errors import NoVariant
-from tilekern.ops import attention, fused_add_rms_norm, gated_mlp, qk_norm_rope, rms_norm, rope  # noqa: F401 (declared)
+from tilekern.ops import (  # noqa: F401 (declared)
+    attention,
+    fused_add_rms_norm,
+    fused_rms_norm_add,
+    fused_rms_norm_add_rms_norm,
+    gated_mlp,
+    qk_norm_rope,
+    rms_norm,
+    rope,
+)  # fmt: skip
 from tilekern.ops.gated_mlp import launched, launched_backward
 from tilekern.ops.gated_mlp import plans_of as plans_of_mlp
 from tilekern.ops.operation import FUNCTIONS
 from tilekern.ops.packing import check_starts
 from tilekern.ops.packing import longest as longest_of
 from tilekern.ops.projections import gradient, input_gradient
-from tilekern.ops.registration import applied, differentiable_once, product_dtype, shaped
+from tilekern.ops.registration import applied, check_softcap, differentiable_once, product_dtype, shaped
 from tilekern.runtime.dispatch import is_invariant, keep, memo
 
 
@@ -38,6 +47,7 @@ class Weights(NamedTuple):
         q_bias, k_bias, v_bias: [heads of it * head_dim], or None.
         q_norm, k_norm: [head_dim], of the norms of heads; None without these.
         out: [hidden, heads * head_dim].
+        out_norm, down_norm: [hidden], of the norms behind attention and MLP; None without these.
         gate, up: [intermediate, hidden].
         down: [hidden, intermediate].
     """
@@ -52,7 +62,9 @@ class Weights(NamedTuple):
     q_norm: Tensor | None
     k_norm: Tensor | None
     out: Tensor
+    out_norm: Tensor | None
     mlp_norm: Tensor
+    down_norm: Tensor | None
     gate: Tensor
     up: Tensor
     down: Tensor
@@ -61,34 +73,63 @@ class Weights(NamedTuple):
 class Numbers(NamedTuple):
     """The numbers of a layer: as of the norms and of :func:`tilekern.ops.attention`, which is causal.
 
-    ``eps`` are those of the norm before attention, of heads, and before the MLP.
+    Attributes:
+        eps: those of the norm before attention, of heads, of the norms around the first sum, and behind the MLP.
+        offset: added to the weights of all norms.
+        cast: whether norms are rounded before their weights.
+        activation: of the MLP: ``silu``, ``gelu`` or ``gelu_tanh``.
     """
 
     head_dim: int
-    eps: tuple[float, float, float]
+    eps: tuple[float, float, float, float]
     scale: float | None = None
     window: int | None = None
     deterministic: bool = True
+    softcap: float | None = None
+    offset: float = 0.0
+    cast: bool = True
+    activation: str = "silu"
+
+
+class _Norms(NamedTuple):
+    """The ops of norms of one kind, and the arguments that follow eps.
+
+    ``norm`` and ``add``, of a sum's norm, take ``options``, ``turn``, of heads, takes ``of_turn``, and the ops of norms
+    before a sum take ``behind``.
+    """
+
+    norm: dict[str, Any]
+    add: dict[str, Any]
+    turn: dict[str, Any]
+    options: tuple[Any, ...]
+    of_turn: tuple[Any, ...]
+    behind: tuple[Any, ...]
 
 
 class _Plans(NamedTuple):
-    """The plans of a layer's ops; ``turn`` is of ``qk_norm_rope`` or ``rope``, ``mlp`` has one of each direction."""
+    """The ops of a layer's norms, and the plans of a layer's ops.
 
+    ``turn`` is of ``qk_norm_rope`` or ``rope``, ``add_norm`` of the first sum and its norms, ``mlp`` has one of each
+    direction, ``last`` is of the norm behind the MLP and its sum; empty without one.
+    """
+
+    norms: _Norms
     norm: Any
     turn: Any
     add_norm: Any
     mlp: Any
+    last: Any
 
 
-_NORM, _ADD_NORM, _NORM_TURN, _TURN, _ATTENTION = (
-    FUNCTIONS[name] for name in ("rms_norm", "fused_add_rms_norm", "qk_norm_rope", "rope", "attention")
+_NORM_ADD_NORM, _NORM_ADD, _TURN, _ATTENTION = (
+    FUNCTIONS[name] for name in ("rms_norm_add_rms_norm", "rms_norm_add", "rope", "attention")
 )
 # Per kind of call; False if a kernel is missing, whose op says so when it is called.
 _plans: dict[Any, _Plans | bool] = memo()
 # Bytes; torch's allocations are aligned to more, and kernels are compiled for it.
 _ALIGNED = 16
 # Of the weights, those that autocast leaves as they are.
-_NORMS = ("norm", "q_norm", "k_norm", "mlp_norm")
+_NORMS = ("norm", "q_norm", "k_norm", "out_norm", "mlp_norm", "down_norm")
 # Of the inputs of an op: all need a gradient.
 _ALL = (True,) * 4
 
@@ -116,20 +157,20 @@ def decoder_layer(
         [batch, tokens, hidden].
     """
     dtype = product_dtype(x, cos, sin, *weights)
-    if dtype is None or dtype != x.dtype != torch.float32 or x.is_meta or is_invariant():
+    if dtype is None or x.is_meta or is_invariant() or not torch.is_grad_enabled():
         return None
-    if (
-        not torch.is_grad_enabled()
-        or not x.is_contiguous()
-        or cos.requires_grad
-        or sin.requires_grad
-        or not all(map(_learns, weights))
-    ):
+    # Under autocast over half types sums are of other dtypes, and norms behind halves round to autocast's.
+    is_odd = dtype != x.dtype and (x.dtype != torch.float32 or weights.out_norm is not None)
+    if is_odd or not x.is_contiguous() or cos.requires_grad or sin.requires_grad or not all(map(_learns, weights)):
         return None
+    check_softcap("attention", numbers.softcap)
     # What kernels read and no launch of the layer has made. A backward could not run by parts any more.
     read = x, cos, sin, starts, weights.norm, weights.mlp_norm, weights.q_norm, weights.k_norm
-    if any(a is not None and a.data_ptr() % _ALIGNED for a in read):
+    if any(a is not None and a.data_ptr() % _ALIGNED for a in (*read, weights.out_norm, weights.down_norm)):
         return None
+    if numbers.offset and weights.q_norm is not None:
+        # Whose op reads each angle once.
+        cos, sin = (angles.narrow(-1, 0, numbers.head_dim // 2) for angles in (cos, sin))
     plans = _plans_of(x, cos, sin, weights, numbers, dtype)
     if not plans:
         return None
@@ -154,7 +195,7 @@ class _UnservedError(Exception):
 def _plans_of(x: Tensor, cos: Tensor, sin: Tensor, weights: Weights, numbers: Numbers, dtype: torch.dtype) -> Any:
     key = (
         x.shape, x.dtype, dtype, x.get_device(), cos.shape, cos.get_device(), sin.shape, sin.get_device(),
-        numbers.head_dim,
+        numbers.head_dim, numbers.offset, numbers.cast, numbers.activation,
         *(None if weight is None else (weight.shape, weight.get_device()) for weight in weights),
     )  # fmt: skip
     try:
@@ -168,16 +209,33 @@ def _find(x: Tensor, cos: Tensor, sin: Tensor, weights: Weights, numbers: Number
     batch, tokens, hidden = x.shape
     heads = [(weight.shape[0] // numbers.head_dim, numbers.head_dim) for weight in (weights.q, weights.k)]
     q, k = (x.new_empty((batch, tokens, *own), dtype=dtype) for own in heads)
-    norm = _NORM["plans_of"](False, x, weights.norm, numbers.eps[0])
-    add_norm = _ADD_NORM["plans_of"](True, x, x, weights.mlp_norm, numbers.eps[2])
-    rows, matrices = x.new_empty((batch * tokens, hidden), dtype=dtype), (weights.gate, weights.up, weights.down)
-    mlp = plans_of_mlp(rows, *(torch.empty_like(one, dtype=dtype) for one in matrices))
+    norms, eps = _norms_of(numbers), numbers.eps
+    norm = norms.norm["plans_of"](weights.out_norm is not None, x, weights.norm, eps[0], *norms.options)
+    if weights.out_norm is None:
+        add_norm = norms.add["plans_of"](True, x, x, weights.mlp_norm, eps[2], *norms.options)
+    else:
+        add_norm = _NORM_ADD_NORM["plans_of"](True, x, x, weights.out_norm, weights.mlp_norm, eps[2], *norms.behind)
+    rows = x.new_empty((batch * tokens, hidden), dtype=dtype)
+    gate, up, down = (torch.empty_like(one, dtype=dtype) for one in (weights.gate, weights.up, weights.down))
+    mlp = plans_of_mlp(rows, gate, up, down, numbers.activation)
+    last: Any = ()
+    if weights.down_norm is not None:
+        last = _NORM_ADD["plans_of"](True, x, x, weights.down_norm, eps[3], *norms.behind)
     if weights.q_norm is None or weights.k_norm is None:
         turn = _TURN["plans_of"](True, q.transpose(1, 2), k.transpose(1, 2), cos, sin, False)
     else:
-        turn = _NORM_TURN["plans_of"](True, q, k, weights.q_norm, weights.k_norm, cos, sin, numbers.eps[1])
-    found = _Plans(norm, turn, add_norm, mlp)
+        of_heads = weights.q_norm, weights.k_norm, cos, sin, eps[1], *norms.of_turn
+        turn = norms.turn["plans_of"](True, q, k, *of_heads)
+    found = _Plans(norms, norm, turn, add_norm, mlp, last)
     return False if None in found else found
+
+
+def _norms_of(numbers: Numbers) -> _Norms:
+    options = () if numbers.cast and not numbers.offset else (numbers.offset, numbers.cast)
+    kind = "_offset" if options else ""
+    turn, of_turn = ("qk_norm_rope_general", (numbers.offset, False, False)) if numbers.offset else ("qk_norm_rope", ())
+    norm, add, heads = (FUNCTIONS[name] for name in (f"rms_norm{kind}", f"fused_add_rms_norm{kind}", turn))
+    return _Norms(norm, add, heads, options, of_turn, (numbers.offset, numbers.cast))
 
 
 def _of_attention(
@@ -185,32 +243,55 @@ def _of_attention(
 ) -> tuple[Any, ...]:
     """Return the arguments of attention's launch."""
     return (
-        q, k, v, None, starts, None, True, numbers.scale, numbers.window, None, longest, None, numbers.deterministic,
+        q, k, v, None, starts, None, True, numbers.scale, numbers.window, numbers.softcap, longest, None,
+        numbers.deterministic,
     )  # fmt: skip
 
 
-def _turned(plans: Any, q: Tensor, k: Tensor, weights: Weights, angles: tuple[Tensor, Tensor], eps: float) -> Any:
+def _turned(plans: _Plans, q: Tensor, k: Tensor, weights: Weights, angles: tuple[Tensor, Tensor], eps: float) -> Any:
     """Return q and k [batch, tokens, heads, head_dim] with their heads normalised, if they have norms, and rotated."""
     if weights.q_norm is not None:
-        return _NORM_TURN["launch"](plans, q, k, weights.q_norm, weights.k_norm, *angles, eps)
+        of_heads = weights.q_norm, weights.k_norm, *angles, eps, *plans.norms.of_turn
+        return plans.norms.turn["launch"](plans.turn, q, k, *of_heads)
     return tuple(
-        x.transpose(1, 2) for x in _TURN["launch"](plans, q.transpose(1, 2), k.transpose(1, 2), *angles, False)
+        x.transpose(1, 2) for x in _TURN["launch"](plans.turn, q.transpose(1, 2), k.transpose(1, 2), *angles, False)
     )
 
 
 def _turned_backward(
-    plans: Any, slopes: tuple[Tensor, Tensor], inputs: tuple[Any, Any], weights: Weights,
+    plans: _Plans, slopes: tuple[Tensor, Tensor], inputs: tuple[Any, Any], weights: Weights,
     angles: tuple[Tensor, Tensor], eps: float,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return the gradients of what :func:`_turned` read: q, k, and the weights of their norms."""
     # Of the dtype that was turned, which the angles widen.
     slopes = slopes[0].to(angles[0].dtype), slopes[1].to(angles[0].dtype)
     if weights.q_norm is None:
-        turned = _TURN["launch_backward"](plans, _ALL, *(x.transpose(1, 2) for x in slopes), *angles, False)
+        turned = _TURN["launch_backward"](plans.turn, _ALL, *(x.transpose(1, 2) for x in slopes), *angles, False)
         return *(x.transpose(1, 2) for x in turned), None, None
-    made: tuple[Any, ...] = _NORM_TURN["launch_backward"](
-        plans, _ALL, *slopes, *inputs, weights.q_norm, weights.k_norm, *angles, eps
-    )
+    of_heads = weights.q_norm, weights.k_norm, *angles, eps, *plans.norms.of_turn
+    made: tuple[Any, ...] = plans.norms.turn["launch_backward"](plans.turn, _ALL, *slopes, *inputs, *of_heads)
+    return made
+
+
+def _summed(plans: _Plans, x: Tensor, y: Tensor, weights: Weights, eps: float) -> Any:
+    """Return the sum of x and what attention adds, normalised if it has a norm, and the norm of the sum."""
+    if weights.out_norm is None:
+        return plans.norms.add["launch"](plans.add_norm, x, y, weights.mlp_norm, eps, *plans.norms.options)
+    both = weights.out_norm, weights.mlp_norm, eps, *plans.norms.behind
+    return _NORM_ADD_NORM["launch"](plans.add_norm, x, y, *both)
+
+
+def _summed_backward(
+    plans: _Plans, dtotal: Tensor, dy: Tensor, total: Tensor, y: Tensor, weights: Weights, eps: float
+) -> tuple[Any, ...]:
+    """Return the gradients of what :func:`_summed` read: x, y, and the weights of the norms of y and of the sum."""
+    slopes = dtotal, dy, total
+    if weights.out_norm is None:
+        own = weights.mlp_norm, eps, *plans.norms.options
+        dx, dmlp_norm = plans.norms.add["launch_backward"](plans.add_norm, _ALL, *slopes, *own)
+        return dx, dx, None, dmlp_norm
+    both = weights.out_norm, weights.mlp_norm, eps, *plans.norms.behind
+    made: tuple[Any, ...] = _NORM_ADD_NORM["launch_backward"](plans.add_norm, _ALL, *slopes, y, *both)
     return made
 
 
@@ -233,12 +314,13 @@ class _DecoderLayer(torch.autograd.Function):
         *parameters, cos, sin, starts, (plans, numbers, longest, dtype) = given
         weights = _cast(Weights(*parameters), dtype)
         (batch, tokens, hidden), size = x.shape, numbers.head_dim
-        rows = _NORM["launch"](plans.norm, x, weights.norm, numbers.eps[0]).view(-1, hidden).to(dtype)
+        norms, eps = plans.norms, numbers.eps
+        rows = norms.norm["launch"](plans.norm, x, weights.norm, eps[0], *norms.options).view(-1, hidden).to(dtype)
         q, k, v = (
             linear(rows, weight, bias).view(batch, tokens, -1, size)
             for weight, bias in zip(weights[1:4], weights[4:7], strict=True)
         )
-        turned = [heads.to(dtype) for heads in _turned(plans.turn, q, k, weights, (cos, sin), numbers.eps[1])]
+        turned = [heads.to(dtype) for heads in _turned(plans, q, k, weights, (cos, sin), eps[1])]
         of_attention = _of_attention(turned[0], turned[1], v, starts, longest, numbers)
         attend = _ATTENTION["plans_of"](True, *of_attention)
         if attend is None:
@@ -246,17 +328,25 @@ class _DecoderLayer(torch.autograd.Function):
         out, lse = _ATTENTION["launch"](attend, *of_attention)
         # Of rows, which takes the host less than a product of three dimensions.
         made = shaped(linear(out.view(rows.shape[0], -1), weights.out), batch, tokens, hidden)
-        total, mlp_rows = _ADD_NORM["launch"](plans.add_norm, x, made.to(x.dtype), weights.mlp_norm, numbers.eps[2])
+        total, mlp_rows = _summed(plans, x, made.to(x.dtype), weights, eps[2])
         mlp_rows = mlp_rows.view(-1, hidden).to(dtype)
-        y, gate, up = launched(plans.mlp[0], mlp_rows, weights[-3:])
-        # Of q and k as they were, only the gradients of their norms read.
+        y, gate, up, active = launched(plans.mlp[0], mlp_rows, weights[-3:])
+        # Of q and k as they were, and of what halves make, only the gradients of their norms read; with silu, the
+        # backward makes again what the last product read.
         before = (q, k) if weights.q_norm is not None else (None, None)
+        added = (
+            None if weights.out_norm is None else made, None if weights.down_norm is None else y,
+            None if numbers.activation == "silu" else active,
+        )  # fmt: skip
         ctx.save_for_backward(
-            x, rows, *before, *turned, v, out, lse, total, mlp_rows, gate, up, *weights, cos, sin, starts
+            x, rows, *before, *turned, v, out, lse, total, mlp_rows, gate, up, *added, *weights, cos, sin, starts
         )
         ctx.call = attend, *given[-1][:-1]
-        y = shaped(y, *x.shape)
-        return y.add_(total) if dtype == x.dtype else total + y
+        if weights.down_norm is None:
+            y = shaped(y, *x.shape)
+            return y.add_(total) if dtype == x.dtype else total + y
+        last: Tensor = _NORM_ADD["launch"](plans.last, total, y, weights.down_norm, eps[3], *norms.behind)
+        return last
 
     @staticmethod
     @differentiable_once
@@ -264,37 +354,50 @@ class _DecoderLayer(torch.autograd.Function):
         x, rows, q, k, turned_q, turned_k, v, out, lse, total, mlp_rows, gate, up, *parameters = ctx.saved_tensors
         # What a later part does not read is freed while that runs.
         ctx.maybe_clear_saved_tensors()
-        *parameters, cos, sin, starts = parameters
+        made, y, active, *parameters, cos, sin, starts = parameters
         (attend, plans, numbers, longest), weights = ctx.call, Weights(*parameters)
-        hidden, wide, dtype = x.shape[2], x.dtype, rows.dtype
+        hidden, norms, eps = x.shape[2], plans.norms, numbers.eps
+        # The dtypes of sums and of products.
+        wide, dtype = x.dtype, rows.dtype
         if not dy.is_contiguous() or dy.data_ptr() % _ALIGNED:
             dy = dy.clone(memory_format=torch.contiguous_format)
+        slope, ddown_norm = dy, None
+        if weights.down_norm is not None:
+            own = y, weights.down_norm, eps[3], *norms.behind
+            slope, ddown_norm = _NORM_ADD["launch_backward"](plans.last, _ALL, dy, *own)
+            del own
         drows, dgate, dup, ddown = launched_backward(
-            plans.mlp[1], _ALL, dy.view(-1, hidden).to(dtype), mlp_rows, gate, up, weights[-3:], wide
+            plans.mlp[1], _ALL, slope.view(-1, hidden).to(dtype), mlp_rows, gate, up, weights[-3:], active, wide
         )
-        del gate, up, mlp_rows
-        eps = numbers.eps
-        dtotal, dmlp_norm = _ADD_NORM["launch_backward"](
-            plans.add_norm, _ALL, dy, shaped(drows, *x.shape), total, weights.mlp_norm, eps[2]
+        del gate, up, mlp_rows, y, active, slope
+        dtotal, dmade, dout_norm, dmlp_norm = _summed_backward(
+            plans, dy, shaped(drows, *x.shape), total, made, weights, eps[2]
         )
-        del dy, drows, total
-        slope = dtotal.view(-1, hidden).to(dtype)
+        del dy, drows, total, made
+        slope = dmade.view(-1, hidden).to(dtype)
         dout_weight = gradient(slope.t(), out.view(slope.shape[0], -1), wide)
         dout = torch.mm(slope, weights.out).view(out.shape)
         given = _of_attention(turned_q, turned_k, v, starts, longest, numbers)
         dq, dk, dv, _ = _ATTENTION["launch_backward"](attend, _ALL, dout, *given[:3], out, lse, *given[3:])
-        del dout, out, lse, turned_q, turned_k, v, given
-        dq, dk, *of_norms = _turned_backward(plans.turn, (dq, dk), (q, k), weights, (cos, sin), eps[1])
-        slopes = [s.reshape(slope.shape[0], -1) for s in (dq, dk, dv)]
+        del dout, out, lse, turned_q, turned_k, v, given, slope, dmade
+        dq, dk, *of_norms = _turned_backward(plans, (dq, dk), (q, k), weights, (cos, sin), eps[1])
+        slopes = [s.reshape(rows.shape[0], -1) for s in (dq, dk, dv)]
         del q, k, dq, dk, dv
         of_weights = [gradient(s.t(), rows, wide) for s in slopes]
         of_biases = [
             s.sum(0, dtype=wide) if own is not None else None for s, own in zip(slopes, weights[4:7], strict=True)
         ]
         drows = input_gradient(slopes, weights[1:4], wide).view(x.shape)
-        dx, dnorm = _ADD_NORM["launch_backward"](plans.add_norm, _ALL, dtotal, drows, x, weights.norm, eps[0])
+        of_norm = x, weights.norm, eps[0], *norms.options
+        if weights.out_norm is None:
+            dx, dnorm = norms.add["launch_backward"](plans.add_norm, _ALL, dtotal, drows, *of_norm)
+        else:
+            # As its parts: of a sum and its norm alone such a layer has no plan, so that jobs would miss a record.
+            dx, dnorm = norms.norm["launch_backward"](plans.norm, _ALL, drows, *of_norm)
+            dx.add_(dtotal)
         # In the order of the weights.
-        of_first, of_second = (dnorm, *of_weights, *of_biases, *of_norms), (dout_weight, dmlp_norm, dgate, dup, ddown)
+        of_first = dnorm, *of_weights, *of_biases, *of_norms
+        of_second = dout_weight, dout_norm, dmlp_norm, ddown_norm, dgate, dup, ddown
         return dx if ctx.needs_input_grad[0] else None, *of_first, *of_second, None, None, None, None
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilekern.kernels import geglu
 from tilekern.kernels import swiglu as kernels
 from tilekern.ops import few_rows
 from tilekern.ops.gated_linear import gated_linear
@@ -31,8 +32,15 @@ from tilekern.ops.registration import (
 )
 from tilekern.ops.swiglu import swiglu
 from tilekern.runtime.dispatch import Plan, keep, memo, plan_for
+from tilekern.spec import KernelSpec
 
 _plans: dict[Any, tuple[Plan, Plan] | None] = memo()
+# The kernels of both directions by activation, and their flags. The second of silu also makes again what ``down`` read.
+_KERNELS: dict[str, tuple[KernelSpec, KernelSpec, tuple[bool, ...]]] = {
+    "silu": (kernels.FORWARD, kernels.REMAKE, ()),
+    "gelu": (geglu.FORWARD, geglu.BACKWARD, (False,)),
+    "gelu_tanh": (geglu.FORWARD, geglu.BACKWARD, (True,)),
+}
 
 
 def gated_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:
@@ -67,11 +75,16 @@ def _by_parts(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Te
     return product(swiglu(product(x, gate_weight), product(x, up_weight)), down_weight)
 
 
-def plans_of(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> tuple[Plan, Plan] | None:
-    """Return the plans of both directions; None if a kernel is missing. All have one dtype."""
+def plans_of(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, activation: str = "silu"
+) -> tuple[Plan, Plan] | None:
+    """Return the plans of both directions; None if a kernel is missing. All have one dtype.
+
+    The activation is ``silu``, ``gelu`` or ``gelu_tanh``.
+    """
     key = (
         x.shape, x.dtype, x.get_device(), gate_weight.shape, gate_weight.get_device(), up_weight.shape,
-        up_weight.get_device(), down_weight.shape, down_weight.get_device(),
+        up_weight.get_device(), down_weight.shape, down_weight.get_device(), activation,
     )  # fmt: skip
     try:
         return _plans[key]
@@ -82,42 +95,48 @@ def plans_of(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Ten
                 f"{list(gate_weight.shape)} and {list(up_weight.shape)}"
             ) from None
         check_tensors("gated_mlp", x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
-        found = _find(x, gate_weight)
+        found = _find(x, gate_weight, activation)
         return keep(_plans, key, found) if x.is_cuda else found
 
 
-def _find(x: Tensor, weight: Tensor) -> tuple[Plan, Plan] | None:
+def _find(x: Tensor, weight: Tensor, activation: str) -> tuple[Plan, Plan] | None:
     if x.dtype != weight.dtype or not x.numel():
         return None
-    sizes = (x.numel() // x.shape[-1], weight.shape[0], x.dtype)
-    forward, backward = (plan_for(spec, x.device, *sizes) for spec in (kernels.FORWARD, kernels.REMAKE))
+    *specs, flags = _KERNELS[activation]
+    sizes = (x.numel() // x.shape[-1], weight.shape[0], x.dtype, *flags)
+    forward, backward = (plan_for(spec, x.device, *sizes) for spec in specs)
     return None if forward is None or backward is None else (forward, backward)
 
 
-def launched(plan: Plan, rows: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result [rows, hidden], gate and up; ``rows`` are [rows, hidden]."""
+def launched(plan: Plan, rows: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the result [rows, hidden], gate, up and what ``down`` read; ``rows`` are [rows, hidden]."""
     gate_weight, up_weight, down_weight = weights
     gate, up = torch.nn.functional.linear(rows, gate_weight), torch.nn.functional.linear(rows, up_weight)
     y = torch.empty_like(gate)
     plan.launch(rows.get_device(), gate, up, y)
-    return torch.nn.functional.linear(y, down_weight), gate, up
+    return torch.nn.functional.linear(y, down_weight), gate, up, y
 
 
 def launched_backward(
-    plan: Plan, wants: Sequence[bool], slope: Tensor, rows: Tensor, gate: Tensor, up: Tensor,
-    weights: Sequence[Tensor], dtype: torch.dtype | None = None,
+    plan: Plan, wants: Sequence[bool], slope: Tensor, rows: Tensor, gate: Tensor, up: Tensor, weights: Sequence[Tensor],
+    y: Tensor | None = None, dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of rows and weights; None for those that nobody ``wants``.
 
     Args:
         slope: the gradient of the result, [rows, hidden].
         rows, gate, up: what :func:`launched` read and returned.
+        y: what ``down`` read; None with silu, whose kernel makes it again.
         dtype: of the gradients, as of :func:`tilekern.ops.projections.gradient`.
     """
     gate_weight, up_weight, down_weight = weights
     dy = torch.mm(slope, down_weight)
-    dgate, dup, y = torch.empty_like(gate), torch.empty_like(gate), torch.empty_like(gate)
-    plan.launch(rows.get_device(), dy, gate, up, dgate, dup, y)
+    dgate, dup = torch.empty_like(gate), torch.empty_like(gate)
+    if y is None:
+        y = torch.empty_like(gate)
+        plan.launch(rows.get_device(), dy, gate, up, dgate, dup, y)
+    else:
+        plan.launch(rows.get_device(), dy, gate, up, dgate, dup)
     del dy
     ddown = gradient(slope.t(), y, dtype) if wants[3] else None
     del y
@@ -132,7 +151,7 @@ class _GatedMlp(torch.autograd.Function):
         ctx: Any, x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, plans: tuple[Plan, Plan]
     ) -> Tensor:
         weights = gate_weight, up_weight, down_weight
-        y, gate, up = launched(plans[0], x.reshape(-1, x.shape[-1]), weights)
+        y, gate, up, _ = launched(plans[0], x.reshape(-1, x.shape[-1]), weights)
         ctx.save_for_backward(x, gate, up, *weights)
         ctx.plan = plans[1]
         return shaped(y, *x.shape[:-1], y.shape[1])

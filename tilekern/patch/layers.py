@@ -79,7 +79,8 @@ def fused_add_rms_norm(
         return given
 
     def add_norm(residual: torch.Tensor, x: torch.Tensor, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        residual, x = _of_one_dtype(residual, x)
+        if residual.dtype != x.dtype:
+            residual, x = _of_one_dtype(residual, x)
         given = checked(norm, residual, x)
         if given is not None:
             return ops.fused_add_rms_norm(residual, x, *given)
@@ -138,7 +139,8 @@ def _normed(norms: Collection[str]) -> tuple[Callable[[ast.FunctionDef], int], d
         return norm(x)
 
     def add_norm(residual: torch.Tensor, x: torch.Tensor, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        residual, x = _of_one_dtype(residual, x)
+        if residual.dtype != x.dtype:
+            residual, x = _of_one_dtype(residual, x)
         alike = residual.dtype == x.dtype and residual.shape == x.shape
         given = given_of(norm, x) if alike and type(residual) in TENSORS else None
         if given is not None:
@@ -425,7 +427,7 @@ def _why(alike: bool, norm: Any, *tensors: torch.Tensor) -> str:
 
 def _of_one_dtype(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the terms of a sum in the dtype of the sum."""
-    if first.dtype == second.dtype or not is_plain(first, second):
+    if not is_plain(first, second):
         return first, second
     dtype = torch.promote_types(first.dtype, second.dtype)
     return first.to(dtype), second.to(dtype)
@@ -457,15 +459,17 @@ def known_as(norm: Any, home: str, kinds: Collection[str]) -> str:
     """Return the class, one of ``kinds`` in ``home``, whose code a call of a norm runs; empty if it runs other code.
 
     The norm's class may inherit from it and have no method of its own except ``__init__``. Its forward, of the class or
-    its own, must be that class's code or tilekern's stand-in for it. Output capturing stores the class's forward in the
-    instance, and either may be replaced at any time.
+    its own, must be that class's code or tilekern's stand-in for it, and a method ``_norm``, which it calls, the
+    class's code. Output capturing stores the class's forward in the instance, and each may be replaced at any time.
     """
     kind = type(norm)
     name = kind.__name__ if kind.__module__ == home and kind.__name__ in kinds else _inherited(kind, home, kinds)
     if not name or has_hooks(norm):
         return ""
-    forward = parallel.forward_of(norm) if "forward" in norm.__dict__ else kind.forward
-    return name if is_from(forward, home, _STAND_INS) else ""
+    forward, helper = kind.forward, getattr(kind, "_norm", None)
+    if "forward" in norm.__dict__:
+        forward = parallel.forward_of(norm)
+    return name if is_from(forward, home, _STAND_INS) and (helper is None or is_from(helper, home)) else ""
 
 
 @constant_in_graphs
