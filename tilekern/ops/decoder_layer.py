@@ -3,7 +3,8 @@
 The launches are those of the ops it is made of, with the same bits in the forward. Between ops the host makes views and
 nodes of autograd and calls modules, which takes as long as the launches: steps of small models wait for that. In the
 backward the gradients of a norm and of the sum before it are one launch, as in ``fused_add_rms_norm``; of the first
-norm too, where two ops would launch twice and add.
+norm too, where two ops would launch twice and add. Products may have adapters, as in ``lora_linear``. What is frozen
+has no gradient, and what only that would read is not kept.
 
 It is written by hand and not declared, as it is a sequence of other ops' launches. Where it does not serve a call its
 parts run as ops of their own, so there is nothing to register and no formula.
@@ -11,21 +12,32 @@ parts run as ops of their own, so there is nothing to register and no formula.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from tilekern.errors import NoVariant
 from tilekern.ops import attention, fused_add_rms_norm, gated_mlp, qk_norm_rope, rms_norm, rope  # noqa: F401 (declared)
-from tilekern.ops.gated_mlp import launched, launched_backward
+from tilekern.ops.gated_mlp import kept, launched, launched_backward
 from tilekern.ops.gated_mlp import plans_of as plans_of_mlp
+from tilekern.ops.lora_linear import (
+    Adapter,
+    adapters_of,
+    are_served,
+    cast_factors,
+    factor_gradients,
+    flat,
+    low_gradient,
+    products,
+    rows_gradient,
+)
 from tilekern.ops.operation import FUNCTIONS
 from tilekern.ops.packing import check_starts
 from tilekern.ops.packing import longest as longest_of
-from tilekern.ops.projections import gradient, input_gradient
-from tilekern.ops.registration import applied, differentiable_once, product_dtype, shaped
+from tilekern.ops.projections import gradient
+from tilekern.ops.registration import applied, differentiable_once, needs_gradient, product_dtype, shaped
 from tilekern.runtime.dispatch import is_invariant, keep, memo
 
 
@@ -95,12 +107,12 @@ _ALL = (True,) * 4
 
 def decoder_layer(
     x: Tensor, cos: Tensor, sin: Tensor, weights: Weights, numbers: Numbers, starts: Tensor | None = None,
-    longest: int | None = None,
+    longest: int | None = None, adapters: Sequence[Adapter | None] = (),
 ) -> Tensor | None:  # fmt: skip
     """Return the output of a layer, or None if its ops are to run one by one.
 
-    They are, if a weight needs no gradient, in a trace, in the invariant mode, for weights of another dtype than ``x``,
-    or where a kernel is missing.
+    They are, if nothing up to the attention needs a gradient, in a trace, in the invariant mode, for weights of another
+    dtype than ``x``, for factors of adapters of one that autocast does not cast, or where a kernel is missing.
 
     Under autocast over float32 the sums, norms and their gradients are of float32, and all else of autocast's dtype, as
     in the ops one by one. Each matrix is cast once, in both directions, and the products of weights' gradients are not
@@ -111,6 +123,7 @@ def decoder_layer(
         cos, sin: [1 or batch, tokens, head_dim], with the second half repeating the first, of the dtype of ``x``.
         weights, numbers: the parameters of the layer, and its numbers.
         starts, longest: ``cu_seqlens`` and ``max_seqlen`` of :func:`tilekern.ops.attention`.
+        adapters: of q, k, v, out, gate, up and down, None for one without; or empty.
 
     Returns:
         [batch, tokens, hidden].
@@ -118,17 +131,14 @@ def decoder_layer(
     dtype = product_dtype(x, cos, sin, *weights)
     if dtype is None or dtype != x.dtype != torch.float32 or x.is_meta or is_invariant():
         return None
-    if (
-        not torch.is_grad_enabled()
-        or not x.is_contiguous()
-        or cos.requires_grad
-        or sin.requires_grad
-        or not all(map(_learns, weights))
-    ):
+    if not torch.is_grad_enabled() or not x.is_contiguous() or cos.requires_grad or sin.requires_grad:
         return None
+    kinds, factors = flat(adapters) if adapters else ((), ())
     # What kernels read and no launch of the layer has made. A backward could not run by parts any more.
     read = x, cos, sin, starts, weights.norm, weights.mlp_norm, weights.q_norm, weights.k_norm
-    if any(a is not None and a.data_ptr() % _ALIGNED for a in read):
+    # Else the parts keep nothing of the attention.
+    learns = needs_gradient(x, *weights[:9], *factors[:6]) and (not adapters or are_served(x, adapters))
+    if not learns or any(a is not None and a.data_ptr() % _ALIGNED for a in read):
         return None
     plans = _plans_of(x, cos, sin, weights, numbers, dtype)
     if not plans:
@@ -137,14 +147,10 @@ def decoder_layer(
         check_starts("attention", starts, x.shape[1], longest)
         longest = longest_of(starts, x.shape[1]) if longest is None else longest
     try:
-        made: Tensor = _apply(x, *weights, cos, sin, starts, (plans, numbers, longest, dtype))
+        made: Tensor = _apply(x, *weights, *factors, cos, sin, starts, (plans, numbers, longest, kinds, dtype))
         return made
     except (NoVariant, _UnservedError):
         return None
-
-
-def _learns(weight: Tensor | None) -> bool:
-    return weight is None or weight.requires_grad
 
 
 class _UnservedError(Exception):
@@ -199,17 +205,17 @@ def _turned(plans: Any, q: Tensor, k: Tensor, weights: Weights, angles: tuple[Te
 
 
 def _turned_backward(
-    plans: Any, slopes: tuple[Tensor, Tensor], inputs: tuple[Any, Any], weights: Weights,
+    plans: Any, wants: Sequence[bool], slopes: tuple[Tensor, Tensor], inputs: tuple[Any, Any], weights: Weights,
     angles: tuple[Tensor, Tensor], eps: float,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Return the gradients of what :func:`_turned` read: q, k, and the weights of their norms."""
+    """Return the gradients of what :func:`_turned` read: q, k, and the weights of their norms if ``wants`` says so."""
     # Of the dtype that was turned, which the angles widen.
     slopes = slopes[0].to(angles[0].dtype), slopes[1].to(angles[0].dtype)
     if weights.q_norm is None:
         turned = _TURN["launch_backward"](plans, _ALL, *(x.transpose(1, 2) for x in slopes), *angles, False)
         return *(x.transpose(1, 2) for x in turned), None, None
     made: tuple[Any, ...] = _NORM_TURN["launch_backward"](
-        plans, _ALL, *slopes, *inputs, weights.q_norm, weights.k_norm, *angles, eps
+        plans, (True, True, *wants), *slopes, *inputs, weights.q_norm, weights.k_norm, *angles, eps
     )
     return made
 
@@ -226,18 +232,23 @@ def _cast(weights: Weights, dtype: torch.dtype) -> Weights:
 
 
 class _DecoderLayer(torch.autograd.Function):
-    """Of x, then the weights in the order of :class:`Weights`, then the angles, the starts and a call's plans."""
+    """Of x, the weights in the order of :class:`Weights`, adapters' factors, angles, starts and a call's plans.
+
+    All behind the products of q, k and v has a gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
-        *parameters, cos, sin, starts, (plans, numbers, longest, dtype) = given
-        weights = _cast(Weights(*parameters), dtype)
+        (cos, sin, starts, call), needs = given[-4:], ctx.needs_input_grad
+        plans, numbers, longest, kinds, dtype = call
+        weights, wants, of_factors = _cast(Weights(*given[:14]), dtype), needs[:15], needs[15:-4]
+        factors = cast_factors(dtype, given[14:-4]) if kinds else ()
+        adapters = adapters_of(kinds, factors) if kinds else ()
         (batch, tokens, hidden), size = x.shape, numbers.head_dim
         rows = _NORM["launch"](plans.norm, x, weights.norm, numbers.eps[0]).view(-1, hidden).to(dtype)
-        q, k, v = (
-            linear(rows, weight, bias).view(batch, tokens, -1, size)
-            for weight, bias in zip(weights[1:4], weights[4:7], strict=True)
-        )
+        made, low = products(rows, weights[1:4], weights[4:7], adapters[:3])
+        count, rows = rows.shape[0], rows if any(wants[2:5]) or any(of_factors[:6:2]) else None
+        q, k, v = (y.view(batch, tokens, -1, size) for y in made)
         turned = [heads.to(dtype) for heads in _turned(plans.turn, q, k, weights, (cos, sin), numbers.eps[1])]
         of_attention = _of_attention(turned[0], turned[1], v, starts, longest, numbers)
         attend = _ATTENTION["plans_of"](True, *of_attention)
@@ -245,57 +256,74 @@ class _DecoderLayer(torch.autograd.Function):
             raise _UnservedError
         out, lse = _ATTENTION["launch"](attend, *of_attention)
         # Of rows, which takes the host less than a product of three dimensions.
-        made = shaped(linear(out.view(rows.shape[0], -1), weights.out), batch, tokens, hidden)
+        (made,), low_out = products(out.view(count, -1), (weights.out,), (None,), adapters[3:4])
+        made = shaped(made, batch, tokens, hidden)
         total, mlp_rows = _ADD_NORM["launch"](plans.add_norm, x, made.to(x.dtype), weights.mlp_norm, numbers.eps[2])
         mlp_rows = mlp_rows.view(-1, hidden).to(dtype)
-        y, gate, up = launched(plans.mlp[0], mlp_rows, weights[-3:])
+        y, gate, up, lows = launched(plans.mlp[0], mlp_rows, weights[-3:], adapters[4:])
         # Of q and k as they were, only the gradients of their norms read.
         before = (q, k) if weights.q_norm is not None else (None, None)
         ctx.save_for_backward(
-            x, rows, *before, *turned, v, out, lse, total, mlp_rows, gate, up, *weights, cos, sin, starts
-        )
-        ctx.call = attend, *given[-1][:-1]
+            x if wants[0] or wants[1] else None, rows,
+            low if any(of_factors[1:6:2]) else None, low_out if of_factors and of_factors[7] else None,
+            *before, *turned, v, out, lse, total, *kept(wants[12:14], of_factors[8:], mlp_rows, lows), gate, up,
+            *weights, *factors, cos, sin, starts,
+        )  # fmt: skip
+        ctx.call, ctx.shape = (attend, *call), x.shape
         y = shaped(y, *x.shape)
         return y.add_(total) if dtype == x.dtype else total + y
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, rows, q, k, turned_q, turned_k, v, out, lse, total, mlp_rows, gate, up, *parameters = ctx.saved_tensors
+        x, rows, low, low_out, q, k, turned_q, turned_k, v, out, lse, total, *saved = ctx.saved_tensors
+        mlp_rows, low_mlp, low_down, gate, up, *parameters = saved
         # What a later part does not read is freed while that runs.
         ctx.maybe_clear_saved_tensors()
-        *parameters, cos, sin, starts = parameters
-        (attend, plans, numbers, longest), weights = ctx.call, Weights(*parameters)
-        hidden, wide, dtype = x.shape[2], x.dtype, rows.dtype
+        del saved
+        weights, factors, (cos, sin, starts) = Weights(*parameters[:14]), parameters[14:-3], parameters[-3:]
+        (attend, plans, numbers, longest, kinds, dtype), needs = ctx.call, ctx.needs_input_grad
+        wants, of_factors = needs[:15], needs[15:-4]
+        adapters = adapters_of(kinds, factors) if kinds else ()
+        hidden, wide, eps = ctx.shape[2], total.dtype, numbers.eps
         if not dy.is_contiguous() or dy.data_ptr() % _ALIGNED:
             dy = dy.clone(memory_format=torch.contiguous_format)
-        drows, dgate, dup, ddown = launched_backward(
-            plans.mlp[1], _ALL, dy.view(-1, hidden).to(dtype), mlp_rows, gate, up, weights[-3:], wide
-        )
+        drows, dgate, dup, ddown, *dmlp = launched_backward(
+            plans.mlp[1], (True, *wants[12:], *of_factors[8:]), dy.view(-1, hidden).to(dtype), mlp_rows, gate, up,
+            weights[-3:], adapters[4:], (low_mlp, low_down), wide,
+        )  # fmt: skip
         del gate, up, mlp_rows
-        eps = numbers.eps
         dtotal, dmlp_norm = _ADD_NORM["launch_backward"](
-            plans.add_norm, _ALL, dy, shaped(drows, *x.shape), total, weights.mlp_norm, eps[2]
+            plans.add_norm, (True, True, wants[11]), dy, shaped(drows, *ctx.shape), total, weights.mlp_norm, eps[2]
         )
         del dy, drows, total
         slope = dtotal.view(-1, hidden).to(dtype)
-        dout_weight = gradient(slope.t(), out.view(slope.shape[0], -1), wide)
-        dout = torch.mm(slope, weights.out).view(out.shape)
+        out_rows = out.view(slope.shape[0], -1)
+        dout_weight = gradient(slope.t(), out_rows, wide) if wants[10] else None
+        dout, dlow = rows_gradient((slope,), (weights.out,), adapters[3:4])
+        dlast = factor_gradients(of_factors[6:8], (slope,), out_rows, low_out, dlow, adapters[3:4]) if kinds else ()
+        dout = dout.view(out.shape)
         given = _of_attention(turned_q, turned_k, v, starts, longest, numbers)
         dq, dk, dv, _ = _ATTENTION["launch_backward"](attend, _ALL, dout, *given[:3], out, lse, *given[3:])
-        del dout, out, lse, turned_q, turned_k, v, given
-        dq, dk, *of_norms = _turned_backward(plans.turn, (dq, dk), (q, k), weights, (cos, sin), eps[1])
+        del dout, out, out_rows, lse, turned_q, turned_k, v, given
+        dq, dk, *of_norms = _turned_backward(plans.turn, wants[8:10], (dq, dk), (q, k), weights, (cos, sin), eps[1])
         slopes = [s.reshape(slope.shape[0], -1) for s in (dq, dk, dv)]
         del q, k, dq, dk, dv
-        of_weights = [gradient(s.t(), rows, wide) for s in slopes]
-        of_biases = [
-            s.sum(0, dtype=wide) if own is not None else None for s, own in zip(slopes, weights[4:7], strict=True)
-        ]
-        drows = input_gradient(slopes, weights[1:4], wide).view(x.shape)
-        dx, dnorm = _ADD_NORM["launch_backward"](plans.add_norm, _ALL, dtotal, drows, x, weights.norm, eps[0])
+        of_weights = [gradient(s.t(), rows, wide) if want else None for s, want in zip(slopes, wants[2:5], strict=True)]
+        of_biases = [s.sum(0, dtype=wide) if want else None for s, want in zip(slopes, wants[5:8], strict=True)]
+        dx = dnorm = dlow = None
+        if x is not None:
+            drows, dlow = rows_gradient(slopes, weights[1:4], adapters[:3], wide)
+            dx, dnorm = _ADD_NORM["launch_backward"](
+                plans.add_norm, (True, True, wants[1]), dtotal, drows.view(ctx.shape), x, weights.norm, eps[0]
+            )
+        elif any(of_factors[:6:2]):
+            dlow = low_gradient(slopes, adapters[:3])
+        dfirst = factor_gradients(of_factors[:6], slopes, rows, low, dlow, adapters[:3]) if kinds else ()
         # In the order of the weights.
-        of_first, of_second = (dnorm, *of_weights, *of_biases, *of_norms), (dout_weight, dmlp_norm, dgate, dup, ddown)
-        return dx if ctx.needs_input_grad[0] else None, *of_first, *of_second, None, None, None, None
+        first, second = (dnorm, *of_weights, *of_biases, *of_norms), (dout_weight, dmlp_norm, dgate, dup, ddown)
+        of_adapters = *dfirst, *dlast, *dmlp
+        return dx if wants[0] else None, *first, *second, *of_adapters, None, None, None, None
 
 
 _apply = applied(_DecoderLayer)
