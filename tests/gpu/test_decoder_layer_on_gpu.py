@@ -9,7 +9,7 @@ from tilekern.patch import whole_layers
 from tilekern.tuning.plan.configs import config_named
 
 pytestmark = pytest.mark.gpu
-MODELS = ["qwen3-0.6b", "llama-3.2-1b", "qwen2.5-0.5b"]
+MODELS = ["qwen3-0.6b", "llama-3.2-1b", "qwen2.5-0.5b", "gemma-2-2b", "gemma-3-1b"]
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,8 @@ def made(name, device="cuda"):
     config = config_named(name)[1]
     config.num_hidden_layers, config.use_cache = 2, False
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:2]
+        kinds = list(dict.fromkeys(config.layer_types))
+        config.layer_types = [kinds[0], kinds[-1]]
     torch.manual_seed(0)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="tilekern").train()
@@ -120,10 +121,12 @@ def test_adapters_of_float32_are_cast_by_autocast(by_parts, served):
     assert most <= 1.01 * usual
 
 
-@pytest.mark.parametrize("learning", ["all", "adapters on all"])
-def test_captured_steps_have_the_bits_of_eager_ones(learning):
+@pytest.mark.parametrize(
+    ("name", "learning"), [("qwen3-0.6b", "all"), ("qwen3-0.6b", "adapters on all"), ("gemma-3-1b", "all")]
+)
+def test_captured_steps_have_the_bits_of_eager_ones(name, learning):
     def losses(graphs):
-        model = LEARNING[learning](made("qwen3-0.6b"))
+        model = LEARNING[learning](made(name))
         learnt = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(learnt, lr=1e-4, fused=True)
         if graphs:

@@ -1,5 +1,7 @@
 """A layer as one op computes what its ops do, launches less, and leaves to them what it does not serve."""
 
+import sys
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,7 +17,7 @@ from tilekern.ops.gated_mlp import lora_gated_mlp
 from tilekern.ops.lora_linear import Adapted, Adapter, lora_linears
 
 BATCH, TOKENS, HIDDEN, HEADS, KV_HEADS, SIZE, INNER = 2, 7, 24, 4, 2, 16, 40
-EPS = (1e-6, 1e-5, 3e-6)
+EPS = (1e-6, 1e-5, 3e-6, 2e-6)
 
 
 class Case(NamedTuple):
@@ -31,10 +33,16 @@ class Case(NamedTuple):
     window: int | None = None
     packed: bool = False
     own_angles: bool = False
+    around: bool = False
+    softcap: float | None = None
+    offset: float = 0.0
+    cast: bool = True
+    activation: str = "silu"
     adapted: dict[str, int] = {}  # noqa: RUF012 (no case changes it)
     learning: tuple[str, ...] | None = None
 
 
+GEMMA = Case(heads=False, offset=1.0, cast=False, activation="gelu_tanh")
 # The weights that may have adapters, and the adapters' factors, in the op's order.
 LINEAR = ("q", "k", "v", "out", "gate", "up", "down")
 FACTORS = tuple(f"{name}.{factor}" for name in LINEAR for factor in "ab")
@@ -44,6 +52,12 @@ CASES = {
     "qwen2, packed": Case(heads=False, biases=True, packed=True),
     "a window": Case(window=3),
     "angles of each row": Case(own_angles=True, biases=True),
+    "gemma": GEMMA,
+    "gemma2": GEMMA._replace(around=True, softcap=2.0, window=3),
+    "gemma3": GEMMA._replace(around=True, heads=True, own_angles=True),
+    "gemma3, packed": GEMMA._replace(around=True, heads=True, window=3, packed=True),
+    "norms around, of Llama's kind": Case(around=True, activation="gelu"),
+    "norms that round last": Case(cast=False),
     "adapters on all": Case(adapted=dict.fromkeys(LINEAR, 4)),
     "adapters of some ranks, and a packed row": Case(adapted={"q": 3, "v": 5, "down": 2}, packed=True, biases=True),
     "adapters, a first layer": Case(adapted=dict.fromkeys(LINEAR, 4), learning=FACTORS),
@@ -56,6 +70,11 @@ CASES = {
     "norms alone in a first layer": Case(learning=("norm", "mlp_norm"), heads=False),
     "biases alone": Case(learning=("q_bias", "v_bias"), biases=True, heads=False),
     "products alone": Case(learning=("k", "out", "up"), heads=False),
+    "gemma3, adapters on all": GEMMA._replace(around=True, heads=True, adapted=dict.fromkeys(LINEAR, 4)),
+    "gemma2, some adapters": GEMMA._replace(around=True, adapted={"v": 3, "down": 2}, learning=("x", "v.a", "down.b")),
+    "gemma3, frozen": GEMMA._replace(around=True, heads=True, learning=("x",)),
+    "gemma3, norms alone": GEMMA._replace(around=True, heads=True, learning=("x", "out_norm", "q_norm", "down_norm")),
+    "gemma, products alone": GEMMA._replace(learning=("k", "out", "up")),
 }
 
 
@@ -66,18 +85,21 @@ def drawn(case: Case, dtype: torch.dtype = torch.float32) -> tuple[list[Any], Nu
         return (base + scale * torch.randn(shape, generator=generator)).to(dtype).requires_grad_()
 
     def norm(size: int) -> torch.Tensor:
-        return made(size, scale=0.1, base=1.0)
+        return made(size, scale=0.1, base=1.0 - case.offset)
 
     outs = [heads * SIZE for heads in (HEADS, KV_HEADS, KV_HEADS)]
     weights = Weights(
         norm(HIDDEN), *(made(out, HIDDEN) for out in outs), *(made(out) if case.biases else None for out in outs),
-        *((norm(SIZE), norm(SIZE)) if case.heads else (None, None)), made(HIDDEN, outs[0]), norm(HIDDEN),
+        *((norm(SIZE), norm(SIZE)) if case.heads else (None, None)), made(HIDDEN, outs[0]),
+        norm(HIDDEN) if case.around else None, norm(HIDDEN), norm(HIDDEN) if case.around else None,
         made(INNER, HIDDEN), made(INNER, HIDDEN), made(HIDDEN, INNER),
     )  # fmt: skip
     batch = 1 if case.packed else BATCH
     angle = torch.randn(batch if case.own_angles else 1, TOKENS, SIZE // 2, generator=generator).repeat(1, 1, 2)
     starts = torch.tensor([0, 3, TOKENS], dtype=torch.int32) if case.packed else None
     x = made(batch, TOKENS, HIDDEN, scale=1.0)
+    of_norms = {"offset": case.offset, "cast": case.cast}
+    numbers = Numbers(SIZE, EPS, SIZE**-0.5, case.window, softcap=case.softcap, activation=case.activation, **of_norms)
     adapters = []
     for name in LINEAR if case.adapted else ():
         rank, (out, inner) = case.adapted.get(name), getattr(weights, name).shape
@@ -90,7 +112,7 @@ def drawn(case: Case, dtype: torch.dtype = torch.float32) -> tuple[list[Any], Nu
         if leaf is not None:
             leaf.requires_grad_(name in learning)
     given = [x, angle.cos().to(dtype), angle.sin().to(dtype), weights, starts, 4 if case.packed else None, adapters]
-    return given, Numbers(SIZE, EPS, SIZE**-0.5, case.window)
+    return given, numbers
 
 
 def by_parts(x, cos, sin, weights, numbers, starts, longest, adapters):
@@ -106,19 +128,32 @@ def by_parts(x, cos, sin, weights, numbers, starts, longest, adapters):
             for name in names
         ]
 
-    rows = ops.rms_norm(x, weights.norm, numbers.eps[0])
+    mode = "llama" if numbers.cast else "gemma"
+    options, eps = {"offset": numbers.offset, "casting_mode": mode}, numbers.eps
+    rows = ops.rms_norm(x, weights.norm, eps[0], **options)
     made = lora_linears(rows, layers("q", "k", "v"))
     q, k, v = (y.view(*y.shape[:2], -1, SIZE) for y in made)
     if weights.q_norm is not None:
-        q, k = ops.qk_norm_rope(q, k, weights.q_norm, weights.k_norm, cos, sin, numbers.eps[1])
+        q, k = ops.qk_norm_rope(q, k, weights.q_norm, weights.k_norm, cos, sin, eps[1], **options)
     else:
         q, k = (y.transpose(1, 2) for y in ops.rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, twice=True))
     # Under autocast norms and angles of float32 widen q and k.
     q, k = q.to(v.dtype), k.to(v.dtype)
-    out = ops.attention(q, k, v, scale=numbers.scale, window=numbers.window, cu_seqlens=starts, max_seqlen=longest)
-    (made,) = lora_linears(out.flatten(2), layers("out"))
-    total, rows = ops.fused_add_rms_norm(x, made.to(x.dtype), weights.mlp_norm, numbers.eps[2])
-    return total + lora_gated_mlp(rows, layers("gate", "up", "down"))
+    of_scores = {"scale": numbers.scale, "window": numbers.window, "softcap": numbers.softcap}
+    out = ops.attention(q, k, v, **of_scores, cu_seqlens=starts, max_seqlen=longest)
+    made = lora_linears(out.flatten(2), layers("out"))[0].to(x.dtype)
+    if weights.out_norm is None:
+        total, rows = ops.fused_add_rms_norm(x, made, weights.mlp_norm, eps[2], **options)
+    else:
+        total, rows = ops.fused_rms_norm_add_rms_norm(x, made, weights.out_norm, weights.mlp_norm, eps[2], **options)
+    if numbers.activation == "silu":
+        y = lora_gated_mlp(rows, layers("gate", "up", "down"))
+    else:
+        active = ops.geglu(*lora_linears(rows, layers("gate", "up")), tanh=numbers.activation == "gelu_tanh")
+        (y,) = lora_linears(active, layers("down"))
+    if weights.down_norm is None:
+        return total + y
+    return ops.fused_rms_norm_add(total, y, weights.down_norm, eps[3], **options)
 
 
 def exactly(x, cos, sin, weights, numbers, starts, longest, adapters):
@@ -128,7 +163,9 @@ def exactly(x, cos, sin, weights, numbers, starts, longest, adapters):
             weights = weights._replace(**{name: getattr(weights, name) + adapter.scaling * adapter.b @ adapter.a})
 
     def normed(y, weight, eps):
-        return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight
+        if weight is None:
+            return y
+        return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * (weight + numbers.offset)
 
     def turned(y):
         one, other = y.chunk(2, -1)
@@ -137,8 +174,7 @@ def exactly(x, cos, sin, weights, numbers, starts, longest, adapters):
     rows = normed(x, weights.norm, numbers.eps[0])
     made = (torch.nn.functional.linear(rows, *pair) for pair in zip(weights[1:4], weights[4:7], strict=True))
     q, k, v = (y.view(*y.shape[:2], -1, SIZE) for y in made)
-    if weights.q_norm is not None:
-        q, k = normed(q, weights.q_norm, numbers.eps[1]), normed(k, weights.k_norm, numbers.eps[1])
+    q, k = normed(q, weights.q_norm, numbers.eps[1]), normed(k, weights.k_norm, numbers.eps[1])
     place = torch.arange(TOKENS)
     shown = place[:, None] >= place
     if numbers.window is not None:
@@ -146,14 +182,19 @@ def exactly(x, cos, sin, weights, numbers, starts, longest, adapters):
     if starts is not None:
         number = torch.bucketize(place, starts[1:], right=True)
         shown &= number[:, None] == number
-    heads = [y.transpose(1, 2) for y in (turned(q), turned(k), v)]
-    out = torch.nn.functional.scaled_dot_product_attention(
-        *heads, attn_mask=shown, scale=numbers.scale, enable_gqa=True
-    )
-    total = x + out.transpose(1, 2).flatten(2) @ weights.out.t()
+    q, k, v = (y.transpose(1, 2).repeat_interleave(HEADS // y.shape[2], 1) for y in (turned(q), turned(k), v))
+    scores = q @ k.mT * numbers.scale
+    if numbers.softcap is not None:
+        scores = numbers.softcap * torch.tanh(scores / numbers.softcap)
+    out = scores.masked_fill(~shown, -torch.inf).softmax(-1) @ v
+    added = out.transpose(1, 2).flatten(2) @ weights.out.t()
+    total = x + normed(added, weights.out_norm, numbers.eps[2])
     rows = normed(total, weights.mlp_norm, numbers.eps[2])
     gate, up = rows @ weights.gate.t(), rows @ weights.up.t()
-    return total + (torch.nn.functional.silu(gate) * up) @ weights.down.t()
+    curve = torch.nn.functional.silu
+    if numbers.activation != "silu":
+        curve = partial(torch.nn.functional.gelu, approximate="tanh" if numbers.activation == "gelu_tanh" else "none")
+    return total + normed((curve(gate) * up) @ weights.down.t(), weights.down_norm, numbers.eps[3])
 
 
 def leaves(given):
@@ -199,6 +240,9 @@ def test_in_half_types_it_is_as_near_as_its_parts(name, is_cast):
 
         return call
 
+    if is_cast and CASES[name].around:
+        assert cast(decoder_layer)(*given[:4], numbers, *given[4:]) is None
+        return
     ours, theirs = (run(cast(layer), given, numbers) for layer in (decoder_layer, by_parts))
     assert torch.equal(ours[0], theirs[0])
     assert {y.dtype for y in ours} == {given[0].dtype}
@@ -207,12 +251,20 @@ def test_in_half_types_it_is_as_near_as_its_parts(name, is_cast):
         assert wrong <= 1.2 * usual + 1e-3 * right.norm()
 
 
-@pytest.mark.parametrize("name", ["qwen3", "adapters on all"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma", "adapters on all"])
 def test_the_gradients_of_the_first_norm_and_of_the_sum_are_one_launch(name):
     given, numbers = drawn(CASES[name])
     apart, together = (launched_by(lambda way=way: run(way, given, numbers)) for way in (by_parts, decoder_layer))
-    assert apart.pop("rms_norm_backward") == 1
-    assert apart | {"fused_add_rms_norm_backward": 2} == together
+    kind = "_offset" if numbers.offset else ""
+    assert apart.pop(f"rms_norm{kind}_backward") == 1
+    assert apart | {f"fused_add_rms_norm{kind}_backward": 2} == together
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_with_norms_around_its_halves_it_launches_what_its_parts_do(name):
+    given, numbers = drawn(CASES[name])
+    apart, together = (launched_by(lambda way=way: run(way, given, numbers)) for way in (by_parts, decoder_layer))
+    assert apart == together
 
 
 def kept_by(layer, given, numbers):
@@ -309,6 +361,35 @@ REFUSED = {
 def test_what_it_does_not_serve_runs_by_parts(kind):
     given, numbers = drawn(CASES["llama"])
     assert decoder_layer(*REFUSED[kind](*given[:4]), numbers) is None
+
+
+@pytest.mark.parametrize("name", ["norm", "q_norm", "k_norm", "out_norm", "mlp_norm", "down_norm"])
+def test_a_norm_of_an_odd_address_runs_by_parts(name):
+    (x, cos, sin, weights, *_), numbers = drawn(CASES["gemma3"])
+    assert decoder_layer(x, cos, sin, weights, numbers) is not None
+    moved = weights._replace(**{name: misaligned(getattr(weights, name))})
+    assert decoder_layer(x, cos, sin, moved, numbers) is None
+
+
+@pytest.mark.parametrize("change", [{"offset": 1.0}, {"cast": False}, {"activation": "gelu"}])
+def test_layers_of_one_shape_and_other_kinds_have_plans_of_their_own(change, monkeypatch):
+    class Keys(dict):
+        def __missing__(self, key):
+            seen.append(key)
+            raise KeyError
+
+    seen = []
+    given, numbers = drawn(CASES["llama"])
+    monkeypatch.setattr(sys.modules[decoder_layer.__module__], "_plans", Keys())
+    for kind in (numbers, numbers._replace(**change)):
+        assert decoder_layer(*given[:4], kind) is not None
+    assert len(set(seen)) == 2
+
+
+def test_a_cap_that_is_no_cap_is_an_error():
+    given, numbers = drawn(CASES["gemma2"])
+    with pytest.raises(ValueError, match="softcap must be positive"):
+        decoder_layer(*given[:4], numbers._replace(softcap=0.0))
 
 
 def test_without_gradients_in_the_invariant_mode_and_between_half_types_parts_run():

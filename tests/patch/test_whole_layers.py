@@ -7,6 +7,7 @@ import weakref
 from collections import OrderedDict
 
 import pytest
+import tiny_families
 import torch
 from tiny_qwen3 import IDS, apply, make, step
 from torch.nn.utils import parametrize
@@ -14,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import tilekern
-from tilekern.patch import whole_layers
+from tilekern.patch import families, matching, whole_layers
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 SIZES = {
@@ -54,21 +55,41 @@ def steps_of(model, served, **given):
     return step(model, **given)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "ministral", "cwm"])
-def test_families_of_the_form_train_by_it(family, served):
-    def made(attention):
-        torch.manual_seed(0)
-        more = {"sliding_window": 3} if family == "mistral" else {}
-        config = AutoConfig.for_model(family, **SIZES, **more)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
-        model.config.use_cache = False
-        return model
+# Gemma's layers have windows in turns, and other scales than those of their heads' size.
+MIXED = {
+    "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 40,
+    "attn_logit_softcapping": 2.0,
+}  # fmt: skip
+FAMILIES = {
+    "llama": {}, "mistral": {"sliding_window": 3}, "qwen2": {}, "qwen3": {}, "ministral": {}, "cwm": {}, "gemma": {},
+    "gemma2": MIXED, "gemma3": MIXED,
+}  # fmt: skip
 
-    ids = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
-    expected = step(made("eager"), ids)
+
+def of_family(family, attention="tilekern", **changes):
+    torch.manual_seed(0)
+    name = "gemma3_text" if family == "gemma3" else family
+    config = AutoConfig.for_model(name, **SIZES, **FAMILIES[family], use_cache=False, **changes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
+    with torch.no_grad():
+        # As a model has learnt them.
+        for weight in (module.weight for name, module in model.named_modules() if name.endswith("norm")):
+            weight.add_(torch.randn_like(weight), alpha=0.1)
+    return model
+
+
+ROWS = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_of_the_form_train_by_it(family, served, monkeypatch):
+    expected = step(of_family(family, "eager"), ROWS)
     tilekern.apply(model_type=family)
-    assert near(steps_of(made("tilekern"), served, ids=ids), expected)
+    found = steps_of(of_family(family), served, ids=ROWS)
+    assert near(found, expected)
     assert served == [True, True]
+    monkeypatch.setattr(whole_layers, "decoder_layer", lambda *_: None)
+    assert torch.equal(step(of_family(family), ROWS)[0], found[0])
 
 
 def test_the_ops_that_it_is_made_of_must_all_be_on(served):
@@ -80,6 +101,132 @@ def test_the_ops_that_it_is_made_of_must_all_be_on(served):
     apply()
     assert near(steps_of(small(), served), expected)
     assert served == [True, True]
+
+
+def layer_numbers(name, value):
+    def change(layer):
+        owner, _, attribute = name.rpartition(".")
+        setattr(layer.get_submodule(owner), attribute, value)
+
+    return change
+
+
+def other_gates(layer):
+    layer.mlp.act_fn = torch.nn.SiLU()
+
+
+def a_hook_behind(name):
+    def change(layer):
+        layer.get_submodule(name).register_forward_hook(lambda *given: 2 * given[-1])
+
+    return change
+
+
+# What changes in the first layer between two steps of Gemma's, and whether it is one op then.
+OF_GEMMA = {
+    "the eps of all norms before the MLP": (
+        lambda layer: [
+            layer_numbers(f"{name}.eps", 0.5)(layer)
+            for name in ("post_attention_layernorm", "pre_feedforward_layernorm")
+        ], True,
+    ),
+    "the eps of the last norm": (layer_numbers("post_feedforward_layernorm.eps", 0.5), True),
+    "the eps of one of two norms": (layer_numbers("pre_feedforward_layernorm.eps", 0.5), False),
+    "the eps of one head's norm": (layer_numbers("self_attn.q_norm.eps", 0.5), False),
+    "another scale": (layer_numbers("self_attn.scaling", 0.7), True),
+    "another window": (layer_numbers("self_attn.sliding_window", 2), True),
+    "other gates": (other_gates, True),
+    "both directions": (layer_numbers("self_attn.is_causal", False), False),
+    **{
+        f"a hook on {name}": (a_hook_behind(name), False)
+        for name in (
+            "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
+            "self_attn.k_norm", "mlp.act_fn",
+        )
+    },
+}  # fmt: skip
+
+
+def second_step(family, attention, change, served):
+    model = of_family(family, attention)
+    step(model, ROWS)
+    change(model.model.layers[0])
+    return steps_of(model, served, ids=ROWS)
+
+
+@pytest.mark.parametrize("kind", OF_GEMMA)
+def test_what_changes_in_a_layer_of_gemma_s_is_heeded(kind, served):
+    change, is_whole = OF_GEMMA[kind]
+    expected = second_step("gemma3", "tilekern", change, served)
+    assert not served
+    tilekern.apply(model_type="gemma3")
+    assert near(second_step("gemma3", "tilekern", change, served), expected)
+    assert served == [True] * (1 + is_whole)
+
+
+# Of Gemma-3's code: what is written otherwise.
+OTHERWISE = {
+    "a number from elsewhere": ("sliding_window=self.sliding_window", "sliding_window=self.config.window"),
+    "a cap from elsewhere": ("sliding_window=", "softcap=self.config.cap, sliding_window="),
+    "norms of two kinds": ("self.q_norm = Gemma3RMSNorm", "self.q_norm = OtherRMSNorm"),
+    "norms that may have no weight": (
+        "output = output * (1.0 + self.weight.float())",
+        "if self.with_scale:\n            output = output * self.weight.float()",
+    ),
+    "other angles": ("return torch.cat((-x2, x1), dim=-1)", "return torch.cat((x2, -x1), dim=-1)"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERWISE)
+def test_a_layer_with_other_code_is_not_one_op(kind):
+    llama, gemma = (
+        matching.path_of(families.module_of(name)).read_text(encoding="utf-8") for name in ("llama", "gemma3")
+    )
+    norm = llama[llama.index("class LlamaRMSNorm") : llama.index("class LlamaRotaryEmbedding")]
+    text = gemma + norm.replace("LlamaRMSNorm", "OtherRMSNorm")
+    assert matching.Module("gemma3", text).whole("Gemma3DecoderLayer") is not None
+    old, new = OTHERWISE[kind]
+    assert old in text
+    assert matching.Module("gemma3", text.replace(old, new)).whole("Gemma3DecoderLayer") is None
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_helper_of_norms_that_is_replaced_is_heeded(is_whole, served, monkeypatch):
+    def second(attention):
+        model = of_family("gemma3", attention)
+        step(model, ROWS)
+        kind = type(model.model.norm)
+        with monkeypatch.context() as patch:
+            helper = kind._norm
+            patch.setattr(kind, "_norm", lambda self, x: 2 * helper(self, x))
+            return steps_of(model, served, ids=ROWS)
+
+    expected = second("eager")
+    tilekern.apply(model_type="gemma3", **({} if is_whole else {"swiglu": False}))
+    assert near(second("tilekern"), expected)
+    assert not served
+
+
+def test_another_cap_of_scores_is_heeded(served):
+    change = layer_numbers("self_attn.attn_logit_softcapping", 0.5)
+    expected = second_step("gemma2", "eager", change, served)
+    tilekern.apply(model_type="gemma2")
+    assert near(second_step("gemma2", "tilekern", change, served), expected)
+    assert served == [True, True]
+
+
+def test_tokens_of_images_see_each_other_and_text_alone_trains_by_it(served):
+    """Of an image's tokens each sees all, which the mask says."""
+    model, ids, more = tiny_families.make_seeing("gemma3")
+    model.eval()  # in training, older releases ask for token types
+    model.config.text_config.use_cache = False
+    expected = [step(model, *given[:1], **given[1]) for given in ((IDS % 50, {}), (ids, more))]
+    tilekern.apply(model_type="gemma3")
+    model.set_attn_implementation({"text_config": "tilekern"})
+    assert near(steps_of(model, served, ids=IDS % 50), expected[0])
+    assert served == [True, True]
+    assert near(steps_of(model, served, ids=ids, **more), expected[1])
+    assert not served
 
 
 def hooked(name):
@@ -314,30 +461,33 @@ def test_weights_of_float32_train_by_it_under_autocast(served):
         assert torch.nn.functional.cosine_similarity(one.ravel(), other.ravel(), 0) > 0.99
 
 
-def test_packed_rows_are_told_apart(served):
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
-    expected = step(small("eager"), IDS[:1, :3])[1:]
-    rest = step(small("eager"), IDS[:1, 3:])[1:]
-    apply()
-    labels = IDS[:1].clone()
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_packed_rows_are_told_apart(family, served):
+    ids, positions = ROWS[:1, :7], torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    expected = step(of_family(family, "eager"), ids[:, :3])[1:]
+    rest = step(of_family(family, "eager"), ids[:, 3:])[1:]
+    tilekern.apply(model_type=family)
+    labels = ids.clone()
     labels[0, 3] = -100
     # Of 2 and of 3 labels.
     both = [(2 * one + 3 * other) / 5 for one, other in zip(expected, rest, strict=True)]
     starts = {"cu_seq_lens_q": torch.tensor([0, 3, 7], dtype=torch.int32)}
     for more in ({}, starts, {**starts, "max_length_q": 4, "cu_seq_lens_k": starts["cu_seq_lens_q"]}):
-        found = steps_of(small(), served, ids=IDS[:1], labels=labels, position_ids=positions, **more)[1:]
+        found = steps_of(of_family(family), served, ids=ids, labels=labels, position_ids=positions, **more)[1:]
         assert served == [True, True]
         assert near(found, both)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3"])
 @pytest.mark.parametrize(("is_half", "bf16"), [(False, False), (True, True), (False, True)])
-def test_a_trainer_trains_by_it(is_half, bf16, served, tmp_path):
-    apply()
-    model = small().bfloat16() if is_half else small()
+def test_a_trainer_trains_by_it(family, is_half, bf16, served, tmp_path):
+    tilekern.apply(model_type=family)
+    model = of_family(family).bfloat16() if is_half else of_family(family)
     options = {"max_steps": 2, "bf16": bf16, "use_cpu": True, "report_to": [], "save_strategy": "no"}
-    rows = [{"input_ids": row, "labels": row} for row in IDS]
+    rows = [{"input_ids": row, "labels": row} for row in ROWS]
     Trainer(model, TrainingArguments(str(tmp_path), **options), train_dataset=rows).train()
-    assert served == [True] * 4
+    # Norms behind halves round to autocast's dtype.
+    assert served == [family == "qwen3" or is_half or not bf16] * 4
 
 
 def test_hidden_states_and_checkpoints_go_on_working(served):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilekern.kernels import geglu
 from tilekern.kernels import swiglu as kernels
 from tilekern.ops import few_rows
 from tilekern.ops.gated_linear import gated_linear
@@ -45,8 +46,15 @@ from tilekern.ops.registration import (
 )
 from tilekern.ops.swiglu import swiglu
 from tilekern.runtime.dispatch import Plan, is_invariant, keep, memo, plan_for
+from tilekern.spec import KernelSpec
 
 _plans: dict[Any, tuple[Plan, Plan] | None] = memo()
+# The kernels of both directions by activation, and their flags. The second of silu also makes again what ``down`` read.
+_KERNELS: dict[str, tuple[KernelSpec, KernelSpec, tuple[bool, ...]]] = {
+    "silu": (kernels.FORWARD, kernels.REMAKE, ()),
+    "gelu": (geglu.FORWARD, geglu.BACKWARD, (False,)),
+    "gelu_tanh": (geglu.FORWARD, geglu.BACKWARD, (True,)),
+}
 # Kept in place of an input that no gradient reads, so that differentiating twice is refused: gate and up come from it.
 _UNREAD = torch.empty(0, requires_grad=True)
 
@@ -101,11 +109,16 @@ def _by_parts(x: Tensor, layers: Sequence[Adapted]) -> Tensor:
     return lora_linears(swiglu(*lora_linears(x, layers[:2])), layers[2:])[0]
 
 
-def plans_of(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> tuple[Plan, Plan] | None:
-    """Return the plans of both directions; None if a kernel is missing. All have one dtype."""
+def plans_of(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, activation: str = "silu"
+) -> tuple[Plan, Plan] | None:
+    """Return the plans of both directions; None if a kernel is missing. All have one dtype.
+
+    The activation is ``silu``, ``gelu`` or ``gelu_tanh``.
+    """
     key = (
         x.shape, x.dtype, x.get_device(), gate_weight.shape, gate_weight.get_device(), up_weight.shape,
-        up_weight.get_device(), down_weight.shape, down_weight.get_device(),
+        up_weight.get_device(), down_weight.shape, down_weight.get_device(), activation,
     )  # fmt: skip
     try:
         return _plans[key]
@@ -116,22 +129,25 @@ def plans_of(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Ten
                 f"{list(gate_weight.shape)} and {list(up_weight.shape)}"
             ) from None
         check_tensors("gated_mlp", x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
-        found = _find(x, gate_weight)
+        found = _find(x, gate_weight, activation)
         return keep(_plans, key, found) if x.is_cuda else found
 
 
-def _find(x: Tensor, weight: Tensor) -> tuple[Plan, Plan] | None:
+def _find(x: Tensor, weight: Tensor, activation: str) -> tuple[Plan, Plan] | None:
     if x.dtype != weight.dtype or not x.numel():
         return None
-    sizes = (x.numel() // x.shape[-1], weight.shape[0], x.dtype)
-    forward, backward = (plan_for(spec, x.device, *sizes) for spec in (kernels.FORWARD, kernels.REMAKE))
+    *specs, flags = _KERNELS[activation]
+    sizes = (x.numel() // x.shape[-1], weight.shape[0], x.dtype, *flags)
+    forward, backward = (plan_for(spec, x.device, *sizes) for spec in specs)
     return None if forward is None or backward is None else (forward, backward)
 
 
 def launched(
     plan: Plan, rows: Tensor, weights: Sequence[Tensor], adapters: Sequence[Adapter | None] = ()
-) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, Tensor | None]]:
-    """Return the result [rows, hidden], gate, up, and ``low`` of :func:`products` of these two, and of the last layer.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor | None, Tensor | None]]:
+    """Return the result [rows, hidden], gate, up, what the last layer read, and ``low`` of :func:`products`.
+
+    The latter is that of gate and up, and that of the last layer.
 
     Args:
         rows: [rows, hidden].
@@ -141,7 +157,7 @@ def launched(
     y = torch.empty_like(gate)
     plan.launch(rows.get_device(), gate, up, y)
     (made,), last = products(y, weights[2:], (None,), adapters[2:])
-    return made, gate, up, (low, last)
+    return made, gate, up, y, (low, last)
 
 
 def kept(
@@ -164,7 +180,7 @@ def kept(
 def launched_backward(
     plan: Plan, wants: Sequence[bool], slope: Tensor, rows: Any, gate: Tensor, up: Tensor, weights: Sequence[Tensor],
     adapters: Sequence[Adapter | None] = (), lows: Sequence[Tensor | None] = (None, None),
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None = None, y: Any = None, activation: str = "silu",
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of rows, weights, and factors of adapters; None for those that nobody ``wants``.
 
@@ -172,11 +188,17 @@ def launched_backward(
         slope: the gradient of the result, [rows, hidden].
         rows, gate, up, lows: what :func:`launched` read and returned, as :func:`kept`.
         dtype: of the gradients, as of :func:`tilekern.ops.projections.gradient`.
+        y: what the last layer read, unless it is made again, as with silu, or no gradient reads it.
+        activation: as of :func:`plans_of`.
     """
     gate_weight, up_weight, down_weight = weights
     dy, dlow = rows_gradient((slope,), (down_weight,), adapters[2:])
-    dgate, dup, y = torch.empty_like(gate), torch.empty_like(gate), torch.empty_like(gate)
-    plan.launch(slope.get_device(), dy, gate, up, dgate, dup, y)
+    dgate, dup = torch.empty_like(gate), torch.empty_like(gate)
+    if activation == "silu":
+        y = torch.empty_like(gate)
+        plan.launch(slope.get_device(), dy, gate, up, dgate, dup, y)
+    else:
+        plan.launch(slope.get_device(), dy, gate, up, dgate, dup)
     del dy
     ddown = gradient(slope.t(), y, dtype) if wants[3] else None
     of_last = factor_gradients(wants[8:], (slope,), y, lows[1], dlow, adapters[2:]) if adapters else ()
@@ -198,7 +220,7 @@ class _GatedMlp(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
         weights, factors, (plans, kinds) = given[:3], given[3:-2], given[-2:]
         adapters = adapters_of(kinds, factors)
-        y, gate, up, lows = launched(plans[0], x.reshape(-1, x.shape[-1]), weights, adapters)
+        y, gate, up, _, lows = launched(plans[0], x.reshape(-1, x.shape[-1]), weights, adapters)
         _, *wants = ctx.needs_input_grad[:-2]
         rows, *read = kept(wants[:2], wants[3:], x, lows)
         ctx.save_for_backward(_UNREAD if rows is None else rows, gate, up, *read, *weights, *factors)

@@ -457,15 +457,17 @@ def known_as(norm: Any, home: str, kinds: Collection[str]) -> str:
     """Return the class, one of ``kinds`` in ``home``, whose code a call of a norm runs; empty if it runs other code.
 
     The norm's class may inherit from it and have no method of its own except ``__init__``. Its forward, of the class or
-    its own, must be that class's code or tilekern's stand-in for it. Output capturing stores the class's forward in the
-    instance, and either may be replaced at any time.
+    its own, must be that class's code or tilekern's stand-in for it, and a method ``_norm``, which it calls, the
+    class's code. Output capturing stores the class's forward in the instance, and each may be replaced at any time.
     """
     kind = type(norm)
     name = kind.__name__ if kind.__module__ == home and kind.__name__ in kinds else _inherited(kind, home, kinds)
     if not name or has_hooks(norm):
         return ""
-    forward = parallel.forward_of(norm) if "forward" in norm.__dict__ else kind.forward
-    return name if is_from(forward, home, _STAND_INS) else ""
+    forward, helper = kind.forward, getattr(kind, "_norm", None)
+    if "forward" in norm.__dict__:
+        forward = parallel.forward_of(norm)
+    return name if is_from(forward, home, _STAND_INS) and (helper is None or is_from(helper, home)) else ""
 
 
 @constant_in_graphs

@@ -69,9 +69,24 @@ _MLPS = Table(
 )
 # Layers of experts, each with the classes of its ``experts`` and its ``router``.
 _EXPERTS = Table("experts", {"Llama4TextMoe + Llama4TextExperts + Llama4Router": experts.scaled_layer})
-# Layers with norms before their halves, and their attentions, by what they do where there is no cache.
-_LAYERS = Table("layers", {"LlamaDecoderLayer": True}, patterns.uncached)
-_ATTENTIONS = Table("attentions", {"LlamaAttention": (), "Qwen3Attention": ("q_norm", "k_norm")}, patterns.uncached)
+# Layers with the attributes of norms before and behind attention and MLP, and attentions with those of heads' norms, by
+# what they do where there is no cache.
+_LAYERS = Table(
+    "layers",
+    {
+        "LlamaDecoderLayer": ("input_layernorm", "", "post_attention_layernorm", ""),
+        "Gemma2DecoderLayer": (
+            "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
+        ),
+    },
+    patterns.uncached,
+)  # fmt: skip
+_OF_HEADS = ("q_norm", "k_norm")
+_ATTENTIONS = Table(
+    "attentions",
+    {"LlamaAttention": (), "Gemma2Attention": (), "Qwen3Attention": _OF_HEADS, "Gemma3Attention": _OF_HEADS},
+    patterns.uncached,
+)
 # Linear layers that compute the same as torch's.
 _LINEARS = Table("mlps", {"FalconLinear": True})
 # An activation's forward and the functions that it calls; the activation has its own gradient.
@@ -291,17 +306,19 @@ class Module:
         """Return the parts of a decoder layer that may run as one op; None if a part has another form."""
         parts = self.parts(kind)
         attention, mlp = parts.get("self_attn", ""), parts.get("mlp", "")
-        if not {attention, mlp} <= self.forwards.keys() or _LAYERS.get(self.forwards[kind]) is None:
+        norms = _LAYERS.get(self.forwards[kind]) if {attention, mlp} <= self.forwards.keys() else None
+        if norms is None:
             return None
-        forward, norms = self.forwards[attention], [*self.norms_set(kind).values(), *self.norms_set(attention).values()]
-        heads, window = _ATTENTIONS.get(forward), patterns.window_of(forward)
-        if heads is None or window not in whole_layers.WINDOWS or any(self.norms[norm] != PLAIN for norm in norms):
+        forward, made = self.forwards[attention], {*self.norms_set(kind).values(), *self.norms_set(attention).values()}
+        heads, handed, forms = _ATTENTIONS.get(forward), patterns.handed(forward), {self.norms[norm] for norm in made}
+        if heads is None or not whole_layers.NUMBERS.keys() >= set(handed) or len(forms) != 1:
             return None
+        form = forms.pop()
         rotation = next((name for name in self.rotations if self.names(forward, name)), "")
         is_plain = bool(rotation) and self.rotations[rotation][0] is replacements.rope
-        if not is_plain or _MLPS.get(self.forwards[mlp]) is not replacements.gated_mlp:
+        if not is_plain or form.scaled is not True or _MLPS.get(self.forwards[mlp]) is not replacements.gated_mlp:
             return None
-        return whole_layers.Parts(attention, mlp, heads, rotation, window)
+        return whole_layers.Parts(norms, form, attention, mlp, heads, rotation, handed)
 
     def callers(self, function: str) -> list[str]:
         """Return the paths of the methods that call a function of the module."""

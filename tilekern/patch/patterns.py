@@ -22,7 +22,8 @@ SKIPPED, WHOLE = "tilekern_skipped", "tilekern_whole"
 SKIP_LOGITS = "skip_logits"
 # Arguments with which transformers' releases hand on a cache.
 CACHES = ("cache", "past_key_values", "cache_position")
-_WINDOW = "sliding_window"
+# Numbers that a layer may hand to its attention.
+_HANDED = ("sliding_window", "softcap")
 # Operations on logits that do not change their loss.
 _SAME_LOGITS = (").float()", ").contiguous()")
 _UNUSED, _NORMAL = "tilekern_sum", "tilekern_normal"
@@ -598,12 +599,12 @@ def projected(function: ast.FunctionDef) -> int:
 
 def whole(function: ast.FunctionDef) -> int:
     """Return what a function makes of the arguments of a layer, unless it makes nothing, before the first statement."""
-    x, mask, angles = (function.args.args[n].arg for n in (1, 2, -1))
+    x, told = function.args.args[1].arg, _keywords(function)
     caches = [arg.arg for arg in function.args.args if arg.arg in CACHES]
     if function.args.kwarg is None:
         return 0
     given = f"{{{', '.join(f'{name!r}: {name}' for name in caches)}}} | {function.args.kwarg.arg}"
-    called = f"{WHOLE}_made = {WHOLE}(self, {x}, {mask}, {angles}, {given})"
+    called = f"{WHOLE}_made = {WHOLE}(self, {x}, {told['attention_mask']}, {told['position_embeddings']}, {given})"
     first = _first(function)
     place = function.body[first]
     returned = _statement(f"if {WHOLE}_made is not None:\n    return {WHOLE}_made", place)
@@ -617,15 +618,20 @@ def _first(function: ast.FunctionDef) -> int:
 
 
 def uncached(function: ast.FunctionDef) -> ast.FunctionDef:
-    """Return a function without its window, without defaults, and without what releases write for a cache."""
+    """Return a function without window and soft cap, without defaults, and without what releases write for a cache."""
     made: ast.FunctionDef = _Uncached().visit(copy.deepcopy(function))
     return made
 
 
-def window_of(function: ast.FunctionDef) -> str:
-    """Return the expression of the window that a function hands to attention; empty without one."""
-    found = (x.value for x in ast.walk(function) if isinstance(x, ast.keyword) and x.arg == _WINDOW)
-    return next(map(ast.unparse, found), "")
+def handed(function: ast.FunctionDef) -> tuple[str, ...]:
+    """Return the expressions of window and soft cap that a function hands to attention; empty for one that it lacks."""
+    found = _keywords(function)
+    return tuple(found.get(name, "") for name in _HANDED)
+
+
+def _keywords(function: ast.FunctionDef) -> dict[str | None, str]:
+    """Return the expressions that a function's calls hand on by keyword."""
+    return {x.arg: ast.unparse(x.value) for x in ast.walk(function) if isinstance(x, ast.keyword)}
 
 
 class _Uncached(ast.NodeTransformer):
@@ -638,7 +644,7 @@ class _Uncached(ast.NodeTransformer):
         return None if not node.orelse and asked in {f"{name} is not None" for name in CACHES} else node
 
     def visit_keyword(self, node: ast.keyword) -> ast.keyword | None:
-        return None if node.arg in (*CACHES, _WINDOW) else node
+        return None if node.arg in (*CACHES, *_HANDED) else node
 
 
 def head_and_loss(function: ast.FunctionDef) -> int:

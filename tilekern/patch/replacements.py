@@ -42,7 +42,7 @@ Function = Callable[..., Any]
 _NORM, _LAYER_NORM = "rms_norm_forward", "layer_norm_forward"
 _GEGLU_TANH = partial(geglu, tanh=True)
 _GATED_TANH = ("gated", "gelu_tanh")
-_ACTIVATIONS: dict[Function, str] = {ops.swiglu: "silu", geglu: "gelu", _GEGLU_TANH: "gelu_tanh"}
+ACTIVATIONS: dict[Function, str] = {ops.swiglu: "silu", geglu: "gelu", _GEGLU_TANH: "gelu_tanh"}
 
 
 def rms_norm(original: Function, norm: Norm = PLAIN) -> Function:
@@ -179,7 +179,7 @@ def gated_mlp(
         weights = bare_weights(self, layers)
         if weights is None:
             made = (getattr(self, first), getattr(self, second), getattr(self, last))
-            y = fp8.gated_mlp(made, _ACTIVATIONS[gate], x)
+            y = fp8.gated_mlp(made, ACTIVATIONS[gate], x)
             y = adapters.gated_mlp(made, x) if y is None and gate is ops.swiglu else y
             y = made[2](gate(*projected(made[:2], x))) if y is None else y
         elif gate is ops.swiglu:
@@ -206,7 +206,7 @@ def joined_mlp(
             _count_gate(gate)
             return original(self, hidden_states)
         made = (getattr(self, first), getattr(self, last))
-        y = fp8.gated_mlp(made, _ACTIVATIONS[gate], hidden_states)
+        y = fp8.gated_mlp(made, ACTIVATIONS[gate], hidden_states)
         return made[1](gate(*made[0](hidden_states).chunk(2, dim=-1))) if y is None else y
 
     return named_as(forward, original)

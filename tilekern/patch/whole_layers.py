@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from tilekern import ops
 from tilekern.ops.decoder_layer import Numbers, Weights, decoder_layer
 from tilekern.ops.lora_linear import Adapted, Adapter
 from tilekern.patch import adapters, context_parallel, layers, patterns, replacements
@@ -25,15 +24,11 @@ from tilekern.patch.told import ToldMask
 
 Function = Callable[..., Any]
 _HEEDED = HEEDED.union(patterns.CACHES) - {"cache_position"}
-_NORMS = ("input_layernorm", "post_attention_layernorm")
 _PROJECTIONS, _MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
 _UNBIASED = ("o_proj", *_MLP)
 # In the order of the op's adapters.
 _LINEAR = *_PROJECTIONS, *_UNBIASED
 _PARAMETERS = ("weight", "bias")
-# In the order of the op's weights, with those of heads' norms between.
-_BEFORE = (_NORMS[0], "weight"), *((name, kind) for kind in _PARAMETERS for name in _PROJECTIONS)
-_BEHIND = tuple((name, "weight") for name in ("o_proj", _NORMS[1], *_MLP))
 # Where transformers' decorator is written that takes arguments by former names.
 _RENAMES = "transformers.utils.deprecation"
 _STAND_INS = (replacements.__name__, layers.__name__)
@@ -44,22 +39,36 @@ class Parts(NamedTuple):
     """What the forms of a layer and of its parts say.
 
     Attributes:
+        norms: attributes of the layer with norms before and behind its attention, and before and behind its MLP; empty
+            for one that it lacks.
+        norm: the form of all norms.
         attention, mlp: the names of their classes.
         heads: attributes of the attention with norms of the heads of q and k; empty if it has none.
         rotation: name of the function that rotates.
-        window: the expression of the window of the attention; empty without one.
+        handed: the expressions of window and soft cap of the attention; empty for one that it lacks.
     """
 
+    norms: tuple[str, str, str, str]
+    norm: Norm
     attention: str
     mlp: str
     heads: tuple[str, ...]
     rotation: str
-    window: str
+    handed: tuple[str, ...]
+
+    def places(self) -> tuple[tuple[str, str] | None, ...]:
+        """Return module and parameter of each of the op's weights, in their order; None if the layer lacks it."""
+        before, behind, before_mlp, behind_mlp = ((name, "weight") if name else None for name in self.norms)
+        projections = ((name, kind) for kind in _PARAMETERS for name in _PROJECTIONS)
+        heads = tuple((name, "weight") for name in self.heads) or (None, None)
+        mlp = ((name, "weight") for name in _MLP)
+        return before, *projections, *heads, ("o_proj", "weight"), behind, before_mlp, behind_mlp, *mlp
 
 
-# A window of an attention by its expression.
-WINDOWS: dict[str, Function] = {
-    "": lambda layer: None,  # noqa: ARG005
+# A number that an attention is handed, by its expression.
+NUMBERS: dict[str, Function | None] = {
+    "": None,
+    "self.attn_logit_softcapping": lambda layer: layer.attn_logit_softcapping,
     "self.sliding_window": lambda layer: layer.sliding_window,
     "getattr(self.config, 'sliding_window', None)": lambda layer: getattr(layer.config, "sliding_window", None),
 }
@@ -75,9 +84,8 @@ def decoder(original: Function, norms: Collection[str], kinds: Mapping[str, Norm
         parts: the other parts.
     """
     names = inspect.unwrap(original).__globals__
-    home, window_of, gate_of = names["__name__"], WINDOWS[parts.window], replacements.gates_by("act_fn")
-    attentions = names["ALL_ATTENTION_FUNCTIONS"]
-    places = *_BEFORE, *((name, "weight") for name in parts.heads), *_BEHIND
+    home, places, gate_of = names["__name__"], parts.places(), replacements.gates_by("act_fn")
+    attentions, handed = names["ALL_ATTENTION_FUNCTIONS"], [NUMBERS[expression] for expression in parts.handed]
 
     def is_written(module: Any, name: str) -> bool:
         """Return whether calling a module only runs the forward of a class, as written or as replaced here."""
@@ -96,11 +104,12 @@ def decoder(original: Function, norms: Collection[str], kinds: Mapping[str, Norm
         if not is_written(attention, parts.attention) or not is_written(mlp, parts.mlp):
             return None
         linears = *((attention, name) for name in (*_PROJECTIONS, "o_proj")), *((mlp, name) for name in _MLP)
-        if gate_of(mlp) is not ops.swiglu or not all(_is_linear(*each) for each in linears):
+        gate = gate_of(mlp)
+        if gate is None or not all(_is_linear(*each) for each in linears):
             return None
         of_heads = [attention.__dict__["_modules"][name] for name in parts.heads]
-        given = [given_of(norm, home, kinds) for norm in (*(modules[name] for name in _NORMS), *of_heads)]
-        return None if None in given else _Seen(self, parts.heads)
+        given = [given_of(norm, home, kinds) for norm in (*(modules[name] for name in parts.norms if name), *of_heads)]
+        return None if None in given else _Seen(self, parts, replacements.ACTIVATIONS[gate])
 
     known: WeakKeyDictionary[Any, _Seen] = WeakKeyDictionary()
 
@@ -120,7 +129,7 @@ def decoder(original: Function, norms: Collection[str], kinds: Mapping[str, Norm
                 return None
             known[self] = seen
         weights, (cos, sin) = _weights(modules, places), angles
-        numbers = _numbers(modules, parts.heads, window_of, attentions)
+        numbers = _numbers(modules, parts, handed, attentions, seen.activation)
         adapted = _adapters(modules, seen.adapted) if seen.adapted else ()
         if weights is None or numbers is None or adapted is None or not _fit(x, cos, sin, numbers.head_dim):
             return None
@@ -146,24 +155,27 @@ class _Places(NamedTuple):
 
 
 class _Seen:
-    """The classes and forwards of a layer's modules whose calls were seen to do no more than the op.
+    """The classes, forwards and norms' helpers of a layer's modules whose calls were seen to do no more than the op.
 
     It holds no module: modules that are exchanged, and their weights, are free at once.
 
     Attributes:
+        activation: that of the MLP.
         adapted: the adapter of each linear layer that has one.
     """
 
-    def __init__(self, layer: Any, heads: tuple[str, ...]) -> None:
-        owned = ("", (*_NORMS, "self_attn", "mlp")), ("self_attn", (*_PROJECTIONS, "o_proj", *heads))
-        self._places: list[tuple[str, str, str, str, type, Any]] = []
+    def __init__(self, layer: Any, parts: Parts, activation: str) -> None:
+        norms = filter(None, parts.norms)
+        owned = ("", (*norms, "self_attn", "mlp")), ("self_attn", (*_PROJECTIONS, "o_proj", *parts.heads))
+        self._places: list[tuple[str, str, str, str, type, Any, Any]] = []
         self.adapted: dict[str, _Places] = {}
-        found = {"": layer}
+        found, self.activation = {"": layer}, activation
 
         def see(owner: str, group: str, name: str, key: str) -> None:
             found[key] = one = _held(found[owner], group)[name]
             # False, which no forward is, if its own is no method of it: each call may then do something else.
-            self._places.append((owner, group, name, key, type(one), forward_of(one) or False))
+            helper = getattr(type(one), "_norm", None)
+            self._places.append((owner, group, name, key, type(one), forward_of(one) or False, helper))
 
         for owner, names in (*owned, ("mlp", (*_MLP, "act_fn"))):
             for name in names:
@@ -184,7 +196,7 @@ class _Seen:
         if has_global_hooks():
             return None
         found = {"": layer}
-        for owner, group, name, key, kind, forward in self._places:
+        for owner, group, name, key, kind, forward, helper in self._places:
             held = found[owner].__dict__["_modules"]
             if group:
                 held = held[group].__dict__["_modules"]
@@ -197,6 +209,7 @@ class _Seen:
                 own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"]
                 or own["_backward_pre_hooks"] or "weight" in own or "bias" in own or "_compiled_call_impl" in own
                 or (forward_of(one) if "forward" in own else kind.forward) is not forward
+                or (helper is not None and kind._norm is not helper)
             ):  # fmt: skip
                 return None
         for places in self.adapted.values():
@@ -240,10 +253,10 @@ def _adapters(modules: Mapping[str, Any], adapted: Mapping[str, _Places]) -> lis
     return found
 
 
-def _weights(modules: Mapping[str, Any], places: Iterable[tuple[str, str]]) -> Weights | None:
+def _weights(modules: Mapping[str, Any], places: Iterable[tuple[str, str] | None]) -> Weights | None:
     """Return the weights at some places; None if one is no plain tensor, or there is a bias that the op lacks."""
     try:
-        found = [modules[name].__dict__["_parameters"][kind] for name, kind in places]
+        found = [place and modules[place[0]].__dict__["_parameters"][place[1]] for place in places]
         for name in _UNBIASED:
             if modules[name].__dict__["_parameters"]["bias"] is not None:
                 return None
@@ -252,14 +265,14 @@ def _weights(modules: Mapping[str, Any], places: Iterable[tuple[str, str]]) -> W
     for weight in found:
         if weight is not None and type(weight) not in TENSORS:
             return None
-    first, last = len(_BEFORE), -len(_BEHIND)
-    return Weights(*found[:first], *(found[first:last] or (None, None)), *found[last:])
+    return Weights(*found)
 
 
 def _numbers(
-    modules: Mapping[str, Any], heads: tuple[str, ...], window_of: Function, attentions: Mapping[str, Any]
-) -> Numbers | None:
-    """Return the numbers; None if attention is not ours, not causal or with dropout, or norms of heads differ."""
+    modules: Mapping[str, Any], parts: Parts, handed: Iterable[Function | None], attentions: Mapping[str, Any],
+    activation: str,
+) -> Numbers | None:  # fmt: skip
+    """Return the numbers; None if attention is not ours, not causal or with dropout, or norms of one launch differ."""
     attention = modules["self_attn"]
     # Others may wrap what is registered, as sequence parallelism does.
     function = attentions.get(attention.config._attn_implementation)
@@ -267,13 +280,19 @@ def _numbers(
         return None
     if (attention.training and attention.attention_dropout) or not getattr(attention, "is_causal", True):
         return None
-    first, second, *of_heads = [modules[name].variance_epsilon for name in (*_NORMS, *heads)]
+    norm = parts.norm
+    eps = [getattr(modules[name], norm.eps) if name else 0.0 for name in (*parts.norms, *parts.heads)]
+    first, behind, second, last, *of_heads = eps
     of_head = max(of_heads, default=0.0)
-    if of_head != min(of_heads, default=0.0):
+    if of_head != min(of_heads, default=0.0) or (parts.norms[1] and behind != second):
         return None
+    window_of, softcap_of = handed
+    window, softcap = window_of and window_of(attention), softcap_of and softcap_of(attention)
+    (deterministic,) = function.args
     return Numbers(
-        attention.head_dim, (first, of_head, second), attention.scaling, window_of(attention), *function.args
-    )
+        attention.head_dim, (first, of_head, second, last), attention.scaling, window, deterministic, softcap,
+        norm.offset, norm.casting_mode == "llama", activation,
+    )  # fmt: skip
 
 
 def _is_alone(mask: Any, x: torch.Tensor, given: Mapping[str, Any]) -> bool:

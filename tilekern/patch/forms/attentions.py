@@ -1,5 +1,6 @@
-# Copyright 2022 EleutherAI and the HuggingFace Inc. team; Copyright 2025 The LLAMA4 and HuggingFace Inc. team; Copyright
-# 2025 The Qwen team, Alibaba Group and the HuggingFace Inc. team; Copyright 2026 the HuggingFace Team.
+# Copyright 2022 EleutherAI and the HuggingFace Inc. team; Copyright 2024 Google Inc. HuggingFace Inc. team; Copyright
+# 2025 Google Inc. HuggingFace Inc. team; Copyright 2025 The LLAMA4 and HuggingFace Inc. team; Copyright 2025 The Qwen
+# team, Alibaba Group and the HuggingFace Inc. team; Copyright 2026 the HuggingFace Team.
 #
 # Licensed under the Apache License, Version 2.0; you may not use this file except in compliance with the License.
 # You may obtain a copy of it at http://www.apache.org/licenses/LICENSE-2.0
@@ -50,6 +51,53 @@ class Qwen3Attention:
         attn_output, attn_weights = attention_interface(
             self, query_states, key_states, value_states, attention_mask, dropout=0.0 if not self.training else
             self.attention_dropout, scaling=self.scaling, sliding_window=self.sliding_window, **kwargs
+        )
+        attn_output = attn_output.reshape(*input_shape, -1).contiguous()
+        attn_output = self.o_proj(attn_output)
+        return (attn_output, attn_weights)
+
+class Gemma2Attention:
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, cache=None, **kwargs):
+        input_shape = hidden_states.shape[:-1]
+        hidden_shape = (*input_shape, -1, self.head_dim)
+        query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        cos, sin = position_embeddings
+        query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+        if cache is not None:
+            key_states, value_states = cache.update(key_states, value_states, self.layer_idx, kwargs=kwargs)
+        attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        attn_output, attn_weights = attention_interface(
+            self, query_states, key_states, value_states, attention_mask, dropout=self.attention_dropout if
+            self.training else 0.0, scaling=self.scaling, sliding_window=self.sliding_window,
+            softcap=self.attn_logit_softcapping, **kwargs
+        )
+        attn_output = attn_output.reshape(*input_shape, -1).contiguous()
+        attn_output = self.o_proj(attn_output)
+        return (attn_output, attn_weights)
+
+class Gemma3Attention:
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, cache=None, **kwargs):
+        input_shape = hidden_states.shape[:-1]
+        hidden_shape = (*input_shape, -1, self.head_dim)
+        query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        query_states = self.q_norm(query_states)
+        key_states = self.k_norm(key_states)
+        cos, sin = position_embeddings
+        query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+        if cache is not None:
+            key_states, value_states = cache.update(key_states, value_states, self.layer_idx, kwargs=kwargs)
+        attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        attn_output, attn_weights = attention_interface(
+            self, query_states, key_states, value_states, attention_mask, dropout=self.attention_dropout if
+            self.training else 0.0, scaling=self.scaling, sliding_window=self.sliding_window, **kwargs
         )
         attn_output = attn_output.reshape(*input_shape, -1).contiguous()
         attn_output = self.o_proj(attn_output)
