@@ -38,7 +38,8 @@ def step(model, rows=2, tokens=384):
     torch.cuda.reset_peak_memory_stats(device)
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
-    return loss.detach(), [p.grad.clone() for p in model.parameters()], torch.cuda.max_memory_allocated(device)
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return loss.detach(), gradients, torch.cuda.max_memory_allocated(device)
 
 
 @pytest.fixture
@@ -63,9 +64,34 @@ def served(monkeypatch):
     return found
 
 
+def adapted(model, *, cast=False, **options):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(2)
+    options = {"r": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM", "init_lora_weights": False} | options
+    return peft.get_peft_model(model, peft.LoraConfig(**options), autocast_adapter_dtype=cast).train()
+
+
+def frozen(model):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" not in name and "mlp" not in name)
+    return model
+
+
+LEARNING = {
+    "all": lambda model: model,
+    "adapters on all": adapted,
+    "adapters on q and v": lambda model: adapted(model, target_modules=["q_proj", "v_proj"], r=8),
+    "adapters on the MLP": lambda model: adapted(model, target_modules=["gate_proj", "down_proj"], bias="all"),
+    "frozen norms and MLPs": frozen,
+}
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_a_step_has_the_loss_of_its_parts_bit_by_bit_and_their_gradients(name, by_parts, served):
-    model = made(name)
+@pytest.mark.parametrize("learning", LEARNING)
+def test_a_step_has_the_loss_of_its_parts_bit_by_bit_and_their_gradients(name, learning, by_parts, served):
+    model = LEARNING[learning](made(name))
+    if learning == "adapters on the MLP":
+        model.enable_input_require_grads()
     step(model)
     loss, found, most = step(model)
     assert len(served) == 4
@@ -81,11 +107,28 @@ def test_a_step_has_the_loss_of_its_parts_bit_by_bit_and_their_gradients(name, b
     assert all(map(torch.equal, found, again[1]))
 
 
-@pytest.mark.parametrize("name", ["qwen3-0.6b", "gemma-3-1b"])
-def test_captured_steps_have_the_bits_of_eager_ones(name):
+def test_adapters_of_float32_are_cast_by_autocast(by_parts, served):
+    model = adapted(made("qwen3-0.6b"), cast=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        step(model)
+        loss, found, most = step(model)
+        assert None not in [y if y is None else 0 for y in served]
+        expected, theirs, usual = by_parts(lambda: step(model))
+    assert torch.equal(loss, expected)
+    assert {gradient.dtype for gradient in found} == {torch.float32}
+    for one, other in zip(found, theirs, strict=True):
+        assert torch.nn.functional.cosine_similarity(one.double().ravel(), other.double().ravel(), 0) > 0.9995
+    assert most <= 1.01 * usual
+
+
+@pytest.mark.parametrize(
+    ("name", "learning"), [("qwen3-0.6b", "all"), ("qwen3-0.6b", "adapters on all"), ("gemma-3-1b", "all")]
+)
+def test_captured_steps_have_the_bits_of_eager_ones(name, learning):
     def losses(graphs):
-        model = made(name)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        model = LEARNING[learning](made(name))
+        learnt = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(learnt, lr=1e-4, fused=True)
         if graphs:
             tilekern.graphed(model)
         found = []

@@ -13,13 +13,20 @@ from torch.utils.checkpoint import checkpoint
 import tilekern
 from tilekern import ops
 from tilekern.ops.decoder_layer import Numbers, Weights, decoder_layer
+from tilekern.ops.gated_mlp import lora_gated_mlp
+from tilekern.ops.lora_linear import Adapted, Adapter, lora_linears
 
 BATCH, TOKENS, HIDDEN, HEADS, KV_HEADS, SIZE, INNER = 2, 7, 24, 4, 2, 16, 40
 EPS = (1e-6, 1e-5, 3e-6, 2e-6)
 
 
 class Case(NamedTuple):
-    """A kind of layer, and how it is called."""
+    """A kind of layer, and how it is called.
+
+    Attributes:
+        adapted: the ranks of adapters by the names of the weights that they are on, which are then frozen as all are.
+        learning: the names of what learns, of all weights and factors; None for all that are not frozen.
+    """
 
     heads: bool = True
     biases: bool = False
@@ -31,9 +38,14 @@ class Case(NamedTuple):
     offset: float = 0.0
     cast: bool = True
     activation: str = "silu"
+    adapted: dict[str, int] = {}  # noqa: RUF012 (no case changes it)
+    learning: tuple[str, ...] | None = None
 
 
 GEMMA = Case(heads=False, offset=1.0, cast=False, activation="gelu_tanh")
+# The weights that may have adapters, and the adapters' factors, in the op's order.
+LINEAR = ("q", "k", "v", "out", "gate", "up", "down")
+FACTORS = tuple(f"{name}.{factor}" for name in LINEAR for factor in "ab")
 CASES = {
     "qwen3": Case(),
     "llama": Case(heads=False),
@@ -46,6 +58,23 @@ CASES = {
     "gemma3, packed": GEMMA._replace(around=True, heads=True, window=3, packed=True),
     "norms around, of Llama's kind": Case(around=True, activation="gelu"),
     "norms that round last": Case(cast=False),
+    "adapters on all": Case(adapted=dict.fromkeys(LINEAR, 4)),
+    "adapters of some ranks, and a packed row": Case(adapted={"q": 3, "v": 5, "down": 2}, packed=True, biases=True),
+    "adapters, a first layer": Case(adapted=dict.fromkeys(LINEAR, 4), learning=FACTORS),
+    "frozen a": Case(adapted=dict.fromkeys(LINEAR, 4), learning=("x", *FACTORS[1::2])),
+    "frozen b": Case(adapted=dict.fromkeys(LINEAR, 4), heads=False, learning=("x", *FACTORS[::2])),
+    "adapters behind attention": Case(adapted={"out": 4, "up": 3}, learning=("x", "out.a", "out.b", "up.a", "up.b")),
+    "frozen": Case(learning=("x",), biases=True),
+    "a frozen first layer but for a norm of heads": Case(learning=("k_norm",)),
+    "norms alone": Case(learning=("x", "norm", "mlp_norm")),
+    "norms alone in a first layer": Case(learning=("norm", "mlp_norm"), heads=False),
+    "biases alone": Case(learning=("q_bias", "v_bias"), biases=True, heads=False),
+    "products alone": Case(learning=("k", "out", "up"), heads=False),
+    "gemma3, adapters on all": GEMMA._replace(around=True, heads=True, adapted=dict.fromkeys(LINEAR, 4)),
+    "gemma2, some adapters": GEMMA._replace(around=True, adapted={"v": 3, "down": 2}, learning=("x", "v.a", "down.b")),
+    "gemma3, frozen": GEMMA._replace(around=True, heads=True, learning=("x",)),
+    "gemma3, norms alone": GEMMA._replace(around=True, heads=True, learning=("x", "out_norm", "q_norm", "down_norm")),
+    "gemma, products alone": GEMMA._replace(learning=("k", "out", "up")),
 }
 
 
@@ -69,18 +98,40 @@ def drawn(case: Case, dtype: torch.dtype = torch.float32) -> tuple[list[Any], Nu
     angle = torch.randn(batch if case.own_angles else 1, TOKENS, SIZE // 2, generator=generator).repeat(1, 1, 2)
     starts = torch.tensor([0, 3, TOKENS], dtype=torch.int32) if case.packed else None
     x = made(batch, TOKENS, HIDDEN, scale=1.0)
-    given = [x, angle.cos().to(dtype), angle.sin().to(dtype), weights, starts, 4 if case.packed else None]
     of_norms = {"offset": case.offset, "cast": case.cast}
-    return given, Numbers(
-        SIZE, EPS, SIZE**-0.5, case.window, softcap=case.softcap, activation=case.activation, **of_norms
-    )
+    numbers = Numbers(SIZE, EPS, SIZE**-0.5, case.window, softcap=case.softcap, activation=case.activation, **of_norms)
+    adapters = []
+    for name in LINEAR if case.adapted else ():
+        rank, (out, inner) = case.adapted.get(name), getattr(weights, name).shape
+        adapters.append(None if rank is None else Adapter(made(rank, inner), made(out, rank), 0.75, rank))
+    named = {"x": x, **weights._asdict()}
+    for name, adapter in zip(LINEAR, adapters, strict=bool(adapters)):
+        named |= {} if adapter is None else {f"{name}.a": adapter.a, f"{name}.b": adapter.b}
+    learning = case.learning or [name for name in named if not adapters or name == "x" or "." in name]
+    for name, leaf in named.items():
+        if leaf is not None:
+            leaf.requires_grad_(name in learning)
+    given = [x, angle.cos().to(dtype), angle.sin().to(dtype), weights, starts, 4 if case.packed else None, adapters]
+    return given, numbers
 
 
-def by_parts(x, cos, sin, weights, numbers, starts, longest):
+def by_parts(x, cos, sin, weights, numbers, starts, longest, adapters):
+    adapted = dict(zip(LINEAR, adapters or [None] * 7, strict=True))
+
+    def layers(*names):
+        return [
+            Adapted(
+                getattr(weights, name),
+                *(adapted[name] or (None, None, 1.0))[:3],
+                getattr(weights, f"{name}_bias", None),
+            )
+            for name in names
+        ]
+
     mode = "llama" if numbers.cast else "gemma"
     options, eps = {"offset": numbers.offset, "casting_mode": mode}, numbers.eps
     rows = ops.rms_norm(x, weights.norm, eps[0], **options)
-    made = ops.projections(rows, *weights[1:4], biases=weights[4:7])
+    made = lora_linears(rows, layers("q", "k", "v"))
     q, k, v = (y.view(*y.shape[:2], -1, SIZE) for y in made)
     if weights.q_norm is not None:
         q, k = ops.qk_norm_rope(q, k, weights.q_norm, weights.k_norm, cos, sin, eps[1], **options)
@@ -89,26 +140,27 @@ def by_parts(x, cos, sin, weights, numbers, starts, longest):
     # Under autocast norms and angles of float32 widen q and k.
     q, k = q.to(v.dtype), k.to(v.dtype)
     of_scores = {"scale": numbers.scale, "window": numbers.window, "softcap": numbers.softcap}
-    out = ops.attention(q, k, v, **of_scores, cu_seqlens=starts, max_seqlen=longest).flatten(2) @ weights.out.t()
-    out = out.to(x.dtype)
+    out = ops.attention(q, k, v, **of_scores, cu_seqlens=starts, max_seqlen=longest)
+    made = lora_linears(out.flatten(2), layers("out"))[0].to(x.dtype)
     if weights.out_norm is None:
-        total, rows = ops.fused_add_rms_norm(x, out, weights.mlp_norm, eps[2], **options)
+        total, rows = ops.fused_add_rms_norm(x, made, weights.mlp_norm, eps[2], **options)
     else:
-        total, rows = ops.fused_rms_norm_add_rms_norm(x, out, weights.out_norm, weights.mlp_norm, eps[2], **options)
+        total, rows = ops.fused_rms_norm_add_rms_norm(x, made, weights.out_norm, weights.mlp_norm, eps[2], **options)
     if numbers.activation == "silu":
-        y = ops.gated_mlp(rows, *weights[-3:])
+        y = lora_gated_mlp(rows, layers("gate", "up", "down"))
     else:
-        gate, up = rows @ weights.gate.t(), rows @ weights.up.t()
-        y = ops.geglu(gate, up, tanh=numbers.activation == "gelu_tanh") @ weights.down.t()
-    return (
-        total + y
-        if weights.down_norm is None
-        else ops.fused_rms_norm_add(total, y, weights.down_norm, eps[3], **options)
-    )
+        active = ops.geglu(*lora_linears(rows, layers("gate", "up")), tanh=numbers.activation == "gelu_tanh")
+        (y,) = lora_linears(active, layers("down"))
+    if weights.down_norm is None:
+        return total + y
+    return ops.fused_rms_norm_add(total, y, weights.down_norm, eps[3], **options)
 
 
-def exactly(x, cos, sin, weights, numbers, starts, longest):
+def exactly(x, cos, sin, weights, numbers, starts, longest, adapters):
     """The layer in torch's operations."""
+    for name, adapter in zip(LINEAR, adapters, strict=bool(adapters)):
+        if adapter is not None:
+            weights = weights._replace(**{name: getattr(weights, name) + adapter.scaling * adapter.b @ adapter.a})
 
     def normed(y, weight, eps):
         if weight is None:
@@ -146,19 +198,24 @@ def exactly(x, cos, sin, weights, numbers, starts, longest):
 
 
 def leaves(given):
-    return [given[0], *(weight for weight in given[3] if weight is not None)]
+    every = [given[0], *given[3], *(factor for adapter in given[-1] if adapter for factor in adapter[:2])]
+    return [leaf for leaf in every if leaf is not None and leaf.requires_grad]
 
 
 def doubled(given):
     """The same arguments in float64, with leaves of their own."""
-    x, cos, sin, weights, *rest = given
-    wide = Weights(*(None if w is None else w.detach().double().requires_grad_() for w in weights))
-    return [x.detach().double().requires_grad_(), cos.double(), sin.double(), wide, *rest]
+
+    def wide(leaf):
+        return None if leaf is None else leaf.detach().double().requires_grad_(leaf.requires_grad)
+
+    x, cos, sin, weights, *rest, adapters = given
+    others = [each and each._replace(a=wide(each.a), b=wide(each.b)) for each in adapters]
+    return [wide(x), cos.double(), sin.double(), Weights(*map(wide, weights)), *rest, others]
 
 
 def run(layer, given, numbers):
-    x, cos, sin, weights, starts, longest = given
-    y = layer(x, cos, sin, weights, numbers, starts, longest)
+    x, cos, sin, weights, *rest = given
+    y = layer(x, cos, sin, weights, numbers, *rest)
     slope = torch.randn(y.shape, generator=torch.Generator().manual_seed(5)).to(y.dtype)
     return [y.detach(), *torch.autograd.grad(y, leaves(given), slope)]
 
@@ -183,8 +240,8 @@ def test_in_half_types_it_is_as_near_as_its_parts(name, is_cast):
 
         return call
 
-    if is_cast and given[3].out_norm is not None:
-        assert cast(decoder_layer)(*given[:4], numbers) is None
+    if is_cast and CASES[name].around:
+        assert cast(decoder_layer)(*given[:4], numbers, *given[4:]) is None
         return
     ours, theirs = (run(cast(layer), given, numbers) for layer in (decoder_layer, by_parts))
     assert torch.equal(ours[0], theirs[0])
@@ -194,7 +251,7 @@ def test_in_half_types_it_is_as_near_as_its_parts(name, is_cast):
         assert wrong <= 1.2 * usual + 1e-3 * right.norm()
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma", "adapters on all"])
 def test_the_gradients_of_the_first_norm_and_of_the_sum_are_one_launch(name):
     given, numbers = drawn(CASES[name])
     apart, together = (launched_by(lambda way=way: run(way, given, numbers)) for way in (by_parts, decoder_layer))
@@ -210,12 +267,55 @@ def test_with_norms_around_its_halves_it_launches_what_its_parts_do(name):
     assert apart == together
 
 
-def test_a_frozen_input_has_no_gradient():
-    given, numbers = drawn(CASES["llama"])
-    x, *rest = given
-    y = decoder_layer(x.detach(), *rest[:3], numbers)
-    y.sum().backward()
-    assert all(weight.grad is not None for weight in rest[2] if weight is not None)
+def kept_by(layer, given, numbers):
+    """The number of bytes that a layer keeps for its backward, without those of its parameters and angles."""
+    kept, x = {}, given[0] * 1
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.update({address(t): t}) or t, lambda t: t):
+        y = layer(x, *given[1:4], numbers, *given[4:])
+    for own in (*given[1:3], *given[3], given[4], *(part for each in given[-1] if each for part in each[:2])):
+        kept.pop(None if own is None else address(own), None)
+    del y
+    return sum(t.untyped_storage().nbytes() for t in kept.values())
+
+
+def address(x):
+    return x.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_keeps_no_more_than_its_parts(name):
+    given, numbers = drawn(CASES[name])
+    assert kept_by(decoder_layer, given, numbers) <= kept_by(by_parts, given, numbers)
+
+
+@pytest.mark.parametrize("names", [("x",), ("x", "out", "down"), ("norm", "q"), ("x", "up", "mlp_norm")])
+def test_rows_that_no_gradient_reads_are_not_kept(names):
+    some, every = (kept_by(decoder_layer, *drawn(Case(heads=False, learning=learning))) for learning in (names, None))
+    unread = [not {"q", "k", "v"} & {*names}, not {"gate", "up"} & {*names}]
+    assert every - some == sum(unread) * BATCH * TOKENS * HIDDEN * 4
+
+
+def test_a_layer_in_which_nothing_up_to_the_attention_learns_runs_by_parts():
+    for names in (("none",), ("out", "mlp_norm", "gate", "up", "down")):
+        given, numbers = drawn(Case(learning=names))
+        assert decoder_layer(*given[:4], numbers) is None
+
+
+def test_factors_of_float32_are_cast_under_autocast_alone():
+    given, numbers = drawn(CASES["adapters on all"], torch.bfloat16)
+    wide = [each._replace(a=each.a.detach().float().requires_grad_(), b=each.b.detach().float().requires_grad_())
+            for each in given[-1]]  # fmt: skip
+    of_wide = [*given[:-1], wide]
+    assert decoder_layer(*of_wide[:4], numbers, *of_wide[4:]) is None
+    expected = run(decoder_layer, given, numbers)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, theirs = run(decoder_layer, of_wide, numbers), run(by_parts, of_wide, numbers)
+        doubles = [each._replace(a=each.a.double()) for each in wide]
+        assert decoder_layer(*given[:4], numbers, *given[4:6], doubles) is None
+    assert [y.dtype for y in found] == [y.dtype for y in theirs]
+    assert torch.equal(found[0], theirs[0])
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.bfloat16(), other)
 
 
 def test_it_runs_in_checkpoints_and_under_hooks_on_kept_tensors():
@@ -249,7 +349,6 @@ def misaligned(weight):
 
 
 REFUSED = {
-    "a frozen weight": lambda x, cos, sin, weights: (x, cos, sin, weights._replace(out=weights.out.detach())),
     "another dtype of a weight": lambda x, cos, sin, w: (x, cos, sin, w._replace(norm=w.norm.double())),
     "angles of float32 beside half types": lambda x, cos, sin, weights: (x, cos.double(), sin.double(), weights),
     "angles that learn": lambda x, cos, sin, weights: (x, cos.clone().requires_grad_(), sin, weights),

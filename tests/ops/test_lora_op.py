@@ -7,7 +7,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilekern.ops import lora_linear
+from tilekern.ops import lora_linear, swiglu
+from tilekern.ops.gated_mlp import lora_gated_mlp
 from tilekern.ops.lora_linear import Adapted, lora_linears
 
 ROWS, INNER, RANK = 96, 40, 4
@@ -145,6 +146,108 @@ def test_several_layers_give_what_each_gives():
     for gradient, leaf in zip(found, [x, *trained(layers)], strict=True):
         assert gradient.shape == leaf.shape
         assert gradient.is_contiguous()
+
+
+@pytest.mark.parametrize("without", [(0,), (1,), (0, 2)])
+def test_some_of_the_layers_have_no_adapter(without):
+    x, layers = leaves(3)
+    layers = [
+        layer._replace(a=None, b=None) if n in without else layer._replace(bias=torch.ones(OUT[n]))
+        for n, layer in enumerate(layers)
+    ]
+    learning = [x, *(factor for factor in trained(layers) if factor is not None)]
+    results = lora_linears(x, layers)
+    apart = [
+        torch.nn.functional.linear(x, layer.weight) if layer.a is None else lora_linears(x, [layer])[0]
+        for layer in layers
+    ]
+    for y, other in zip(results, apart, strict=True):
+        torch.testing.assert_close(y, other, rtol=1e-5, atol=1e-4)
+    slopes = [torch.randn_like(y) for y in results]
+    found, wanted = (torch.autograd.grad(each, learning, slopes) for each in (results, apart))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-3)
+
+
+def test_layers_without_adapters_are_one_op_too():
+    x, layers = leaves(2)
+    bare = [layer._replace(a=None, b=None) for layer in layers]
+    for y, layer in zip(lora_linears(x, bare), bare, strict=True):
+        assert torch.equal(y, torch.nn.functional.linear(x, layer.weight))
+
+
+LAST = 36
+
+
+def mlp_layers(adapted, learning, biased=False):
+    """x, the layers of an MLP with adapters on some, and what learns: x, weights or factors of all."""
+    generator = torch.Generator().manual_seed(2)
+
+    def normal(name, *shape):
+        return (0.3 * torch.randn(shape, generator=generator)).requires_grad_(name in learning)
+
+    shapes = {"gate": (LAST, INNER), "up": (LAST, INNER), "down": (INNER, LAST)}
+    x, layers = normal("x", 2, 9, INNER), []
+    for name, (out, inner) in shapes.items():
+        factors = (normal("a", RANK, inner), normal("b", out, RANK)) if name in adapted else (None, None)
+        bias = normal("bias", out) if biased else None
+        layers.append(Adapted(normal("weight", out, inner), *factors, 0.5, bias))
+    parts = [x, *(part for layer in layers for part in (layer.weight, layer.a, layer.b, layer.bias))]
+    return x, layers, [part for part in parts if part is not None and part.requires_grad]
+
+
+def mlp_apart(x, layers):
+    gate, up = (lora_linears(x, [layer])[0] for layer in layers[:2])
+    return lora_linears(swiglu(gate, up), layers[2:])[0]
+
+
+MLPS = {
+    "all": (("gate", "up", "down"), ("x", "a", "b")),
+    "of a first layer": (("gate", "up", "down"), ("a", "b")),
+    "frozen a": (("gate", "up", "down"), ("x", "b")),
+    "frozen b": (("gate", "down"), ("x", "a")),
+    "the last": (("down",), ("x", "a", "b", "weight")),
+    "one of the first two": (("up",), ("weight", "a", "b")),
+    "nothing but x": (("gate", "up", "down"), ("x",)),
+}
+
+
+@pytest.mark.parametrize("kind", MLPS)
+def test_an_mlp_with_adapters_is_one_op(kind):
+    x, layers, learning = mlp_layers(*MLPS[kind])
+    y, other = lora_gated_mlp(x, layers), mlp_apart(x, layers)
+    assert type(y.grad_fn).__name__ == "_GatedMlpBackward"
+    torch.testing.assert_close(y, other)
+    slope = torch.randn_like(y)
+    found, wanted = (torch.autograd.grad(each, learning, slope) for each in (y, other))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", MLPS)
+def test_an_mlp_with_adapters_keeps_no_more_than_its_layers(kind):
+    x, layers, _ = mlp_layers(*MLPS[kind])
+    x, sizes = x * 1, []
+    own = {part.data_ptr() for layer in layers for part in layer if isinstance(part, torch.Tensor)}
+    for run in (lora_gated_mlp, mlp_apart):
+        kept = {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.update({t.data_ptr(): t}) or t, id):
+            run(x, layers)
+        sizes.append(sum(t.numel() for place, t in kept.items() if place not in own))
+    assert sizes[0] <= sizes[1]
+
+
+def test_an_mlp_whose_input_is_not_kept_refuses_second_derivatives():
+    x, layers, _ = mlp_layers(("down",), ("x",))
+    (dx,) = torch.autograd.grad(lora_gated_mlp(x, layers).sum(), [x], create_graph=True)
+    with pytest.raises(RuntimeError, match="trying to differentiate twice"):
+        ((dx**2).sum() + (x**3).sum()).backward()
+
+
+def test_an_mlp_whose_layers_have_biases_runs_by_them():
+    x, layers, learning = mlp_layers(("gate", "down"), ("x", "a", "b", "bias"), biased=True)
+    y, other = lora_gated_mlp(x, layers), mlp_apart(x, layers)
+    torch.testing.assert_close(y, other)
+    found, wanted = (torch.autograd.grad(each.sum(), learning) for each in (y, other))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 LEARNING = {

@@ -38,11 +38,12 @@ def seeded(model, ids=IDS):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The number of layers in each call of the op."""
-    found, run = [], adapters.lora_linears
+    """The number of layers in each call of the op, or "mlp"."""
+    found, run, run_mlp = [], adapters.lora_linears, adapters.lora_gated_mlp
     monkeypatch.setattr(
         adapters, "lora_linears", lambda x, layers, *more: found.append(len(layers)) or run(x, layers, *more)
     )
+    monkeypatch.setattr(adapters, "lora_gated_mlp", lambda *given: found.append("mlp") or run_mlp(*given))
     return found
 
 
@@ -53,7 +54,9 @@ def fallbacks():
 @pytest.fixture(autouse=True)
 def uncounted():
     dispatch.forget()
-    dispatch.counters(adapters.KERNEL).reasons.clear()
+    counters = dispatch.counters(adapters.KERNEL)
+    counters.reasons.clear()
+    counters.fallbacks = 0
 
 
 def test_the_code_that_it_replaces_is_the_installed_one():
@@ -98,15 +101,17 @@ def test_layers_that_share_their_input_are_one_call_in_patched_modules(calls):
     model = adapted()
     tilekern.apply_to_model(model)
     assert worst(step(model), expected) < 1e-5
-    assert calls == [3, 1, 2, 1]
+    assert calls == [3, 1, "mlp"]
 
 
 SERVED = {
-    "some layers": ({"target_modules": ["q_proj", "v_proj"]}, [1, 1]),
-    "a scale by the root of the rank": ({"use_rslora": True}, [3, 1, 2, 1]),
-    "other ranks": ({"rank_pattern": {"q_proj": 2, "up_proj": 7}}, [3, 1, 2, 1]),
+    "some layers": ({"target_modules": ["q_proj", "v_proj"]}, [3]),
+    "some of an MLP": ({"target_modules": ["up_proj"]}, ["mlp"]),
+    "the last of an MLP": ({"target_modules": ["down_proj"]}, ["mlp"]),
+    "a scale by the root of the rank": ({"use_rslora": True}, [3, 1, "mlp"]),
+    "other ranks": ({"rank_pattern": {"q_proj": 2, "up_proj": 7}}, [3, 1, "mlp"]),
     "dropout": ({"lora_dropout": 0.3}, [1] * 7),
-    "biases that learn": ({"bias": "all"}, [3, 1, 2, 1]),
+    "biases that learn": ({"bias": "all"}, [3, 1, "mlp"]),
 }
 
 

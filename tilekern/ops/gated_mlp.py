@@ -1,7 +1,7 @@
 """gated_mlp: ``down(silu(gate(x)) * up(x))`` as one function of autograd.
 
 It saves x, gate and up, and recomputes ``silu(gate) * up`` in the kernel of its gradients: two matrices
-[tokens, intermediate] are saved, where a layer saves three.
+[tokens, intermediate] are saved, where a layer saves three. The products may have adapters, as in ``lora_linear``.
 
 It is written by hand and not declared, as it is a sequence of torch's matrix products around two launches. If it is
 traced or needs no gradient, its parts run as ops of their own, so there is nothing to register.
@@ -9,6 +9,7 @@ traced or needs no gradient, its parts run as ops of their own, so there is noth
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,20 @@ from tilekern.kernels import swiglu as kernels
 from tilekern.ops import few_rows
 from tilekern.ops.gated_linear import gated_linear
 from tilekern.ops.linear import product
-from tilekern.ops.projections import gradient, input_gradient
+from tilekern.ops.lora_linear import (
+    Adapted,
+    Adapter,
+    Kind,
+    adapter_of,
+    adapters_of,
+    factor_gradients,
+    flat,
+    lora_linears,
+    low_gradient,
+    products,
+    rows_gradient,
+)
+from tilekern.ops.projections import gradient
 from tilekern.ops.registration import (
     applied,
     as_products,
@@ -31,7 +45,7 @@ from tilekern.ops.registration import (
     shaped,
 )
 from tilekern.ops.swiglu import swiglu
-from tilekern.runtime.dispatch import Plan, keep, memo, plan_for
+from tilekern.runtime.dispatch import Plan, is_invariant, keep, memo, plan_for
 from tilekern.spec import KernelSpec
 
 _plans: dict[Any, tuple[Plan, Plan] | None] = memo()
@@ -41,6 +55,8 @@ _KERNELS: dict[str, tuple[KernelSpec, KernelSpec, tuple[bool, ...]]] = {
     "gelu": (geglu.FORWARD, geglu.BACKWARD, (False,)),
     "gelu_tanh": (geglu.FORWARD, geglu.BACKWARD, (True,)),
 }
+# Kept in place of an input that no gradient reads, so that differentiating twice is refused: gate and up come from it.
+_UNREAD = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
 
 
 def gated_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:
@@ -59,20 +75,38 @@ def gated_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Te
     """
     weights = (gate_weight, up_weight, down_weight)
     if needs_gradient(x, *weights):
-        made: Tensor = as_products(_trained, x, *weights)
+        made: Tensor = as_products(functools.partial(_trained, ()), x, *weights)
         return made
     if few_rows.is_served(x, *weights) and few_rows.is_tuned(x, gate_weight, "gated", "silu"):
         return product(gated_linear(x, gate_weight, up_weight), down_weight)
-    return _by_parts(x, *weights)
-
-
-def _trained(x: Tensor, *weights: Tensor) -> Tensor:
-    plans = plans_of(x, *weights) if is_eager(x, *weights) else None
-    return _by_parts(x, *weights) if plans is None else _apply(x, *weights, plans)
-
-
-def _by_parts(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:
     return product(swiglu(product(x, gate_weight), product(x, up_weight)), down_weight)
+
+
+def lora_gated_mlp(x: Tensor, layers: Sequence[Adapted]) -> Tensor:
+    """Return the result of :func:`gated_mlp` for gate, up and the last layer, which may have biases and adapters."""
+    weights, (kinds, factors) = [layer.weight for layer in layers], flat([adapter_of(layer) for layer in layers])
+    is_bare = all(layer.bias is None for layer in layers)
+    if is_bare and needs_gradient(x, *weights, *factors) and not is_invariant():
+        made: Tensor = as_products(functools.partial(_trained, kinds), x, *weights, *factors)
+        return made
+    return _by_parts(x, layers)
+
+
+def _trained(kinds: tuple[Kind, ...], x: Tensor, *given: Any) -> Tensor:
+    """Return the result of weights and factors of adapters."""
+    plans = plans_of(x, *given[:3]) if is_eager(x, *given) else None
+    if plans is not None:
+        made: Tensor = _apply(x, *given, plans, kinds)
+        return made
+    if not kinds:
+        gate_weight, up_weight, down_weight = given
+        return product(swiglu(product(x, gate_weight), product(x, up_weight)), down_weight)
+    adapters = zip(given[:3], given[3::2], given[4::2], kinds, strict=True)
+    return _by_parts(x, [Adapted(weight, a, b, kind[0] if kind else 1.0) for weight, a, b, kind in adapters])
+
+
+def _by_parts(x: Tensor, layers: Sequence[Adapted]) -> Tensor:
+    return lora_linears(swiglu(*lora_linears(x, layers[:2])), layers[2:])[0]
 
 
 def plans_of(
@@ -108,61 +142,101 @@ def _find(x: Tensor, weight: Tensor, activation: str) -> tuple[Plan, Plan] | Non
     return None if forward is None or backward is None else (forward, backward)
 
 
-def launched(plan: Plan, rows: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the result [rows, hidden], gate, up and what ``down`` read; ``rows`` are [rows, hidden]."""
-    gate_weight, up_weight, down_weight = weights
-    gate, up = torch.nn.functional.linear(rows, gate_weight), torch.nn.functional.linear(rows, up_weight)
+def launched(
+    plan: Plan, rows: Tensor, weights: Sequence[Tensor], adapters: Sequence[Adapter | None] = ()
+) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor | None, Tensor | None]]:
+    """Return the result [rows, hidden], gate, up, what the last layer read, and ``low`` of :func:`products`.
+
+    The latter is that of gate and up, and that of the last layer.
+
+    Args:
+        rows: [rows, hidden].
+        adapters: of gate, up and the last layer; or empty.
+    """
+    (gate, up), low = products(rows, weights[:2], (None, None), adapters[:2])
     y = torch.empty_like(gate)
     plan.launch(rows.get_device(), gate, up, y)
-    return torch.nn.functional.linear(y, down_weight), gate, up, y
+    (made,), last = products(y, weights[2:], (None,), adapters[2:])
+    return made, gate, up, y, (low, last)
+
+
+def kept(
+    of_weights: Sequence[bool], of_factors: Sequence[bool], rows: Tensor, lows: tuple[Tensor | None, Tensor | None]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the rows and what adapters made; None in place of what :func:`launched_backward` does not read.
+
+    Args:
+        of_weights: whether gradients of the weights of gate and up are wanted.
+        of_factors: whether those of the factors are; or empty.
+        rows, lows: what :func:`launched` read and returned.
+    """
+    read = rows if any(of_weights) or any(of_factors[:4:2]) else None
+    if not of_factors:
+        return read, None, None
+    low, last = lows
+    return read, low if any(of_factors[1:4:2]) else None, last if of_factors[5] else None
 
 
 def launched_backward(
-    plan: Plan, wants: Sequence[bool], slope: Tensor, rows: Tensor, gate: Tensor, up: Tensor, weights: Sequence[Tensor],
-    y: Tensor | None = None, dtype: torch.dtype | None = None,
+    plan: Plan, wants: Sequence[bool], slope: Tensor, rows: Any, gate: Tensor, up: Tensor, weights: Sequence[Tensor],
+    adapters: Sequence[Adapter | None] = (), lows: Sequence[Tensor | None] = (None, None),
+    dtype: torch.dtype | None = None, y: Any = None, activation: str = "silu",
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the gradients of rows and weights; None for those that nobody ``wants``.
+    """Return the gradients of rows, weights, and factors of adapters; None for those that nobody ``wants``.
 
     Args:
         slope: the gradient of the result, [rows, hidden].
-        rows, gate, up: what :func:`launched` read and returned.
-        y: what ``down`` read; None with silu, whose kernel makes it again.
+        rows, gate, up, lows: what :func:`launched` read and returned, as :func:`kept`.
         dtype: of the gradients, as of :func:`tilekern.ops.projections.gradient`.
+        y: what the last layer read, unless it is made again, as with silu, or no gradient reads it.
+        activation: as of :func:`plans_of`.
     """
     gate_weight, up_weight, down_weight = weights
-    dy = torch.mm(slope, down_weight)
+    dy, dlow = rows_gradient((slope,), (down_weight,), adapters[2:])
     dgate, dup = torch.empty_like(gate), torch.empty_like(gate)
-    if y is None:
+    if activation == "silu":
         y = torch.empty_like(gate)
-        plan.launch(rows.get_device(), dy, gate, up, dgate, dup, y)
+        plan.launch(slope.get_device(), dy, gate, up, dgate, dup, y)
     else:
-        plan.launch(rows.get_device(), dy, gate, up, dgate, dup)
+        plan.launch(slope.get_device(), dy, gate, up, dgate, dup)
     del dy
     ddown = gradient(slope.t(), y, dtype) if wants[3] else None
+    of_last = factor_gradients(wants[8:], (slope,), y, lows[1], dlow, adapters[2:]) if adapters else ()
     del y
-    drows = input_gradient((dgate, dup), (gate_weight, up_weight), dtype) if wants[0] else None
+    slopes, drows, dlow = (dgate, dup), None, None
+    if wants[0]:
+        drows, dlow = rows_gradient(slopes, (gate_weight, up_weight), adapters[:2], dtype)
+    elif any(wants[4:8:2]):
+        dlow = low_gradient(slopes, adapters[:2])
+    of_first = factor_gradients(wants[4:8], slopes, rows, lows[0], dlow, adapters[:2]) if adapters else ()
     dgate_weight = gradient(dgate.t(), rows, dtype) if wants[1] else None
-    return drows, dgate_weight, gradient(dup.t(), rows, dtype) if wants[2] else None, ddown
+    return drows, dgate_weight, gradient(dup.t(), rows, dtype) if wants[2] else None, ddown, *of_first, *of_last
 
 
 class _GatedMlp(torch.autograd.Function):
+    """Of x, the weights and the factors of adapters, then the plans and the kinds of adapters."""
+
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, plans: tuple[Plan, Plan]
-    ) -> Tensor:
-        weights = gate_weight, up_weight, down_weight
-        y, gate, up, _ = launched(plans[0], x.reshape(-1, x.shape[-1]), weights)
-        ctx.save_for_backward(x, gate, up, *weights)
-        ctx.plan = plans[1]
+    def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
+        weights, factors, (plans, kinds) = given[:3], given[3:-2], given[-2:]
+        adapters = adapters_of(kinds, factors)
+        y, gate, up, _, lows = launched(plans[0], x.reshape(-1, x.shape[-1]), weights, adapters)
+        _, *wants = ctx.needs_input_grad[:-2]
+        rows, *read = kept(wants[:2], wants[3:], x, lows)
+        ctx.save_for_backward(_UNREAD if rows is None else rows, gate, up, *read, *weights, *factors)
+        ctx.call, ctx.shape = (plans[1], kinds), x.shape
         return shaped(y, *x.shape[:-1], y.shape[1])
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        x, gate, up, *weights = ctx.saved_tensors
-        slope, rows = dout.reshape(-1, dout.shape[-1]), x.reshape(-1, x.shape[-1])
-        dx, *rest = launched_backward(ctx.plan, ctx.needs_input_grad, slope, rows, gate, up, weights)
-        return None if dx is None else shaped(dx, *x.shape), *rest, None
+        x, gate, up, *saved = ctx.saved_tensors
+        lows, weights, factors, (plan, kinds) = saved[:2], saved[2:5], saved[5:], ctx.call
+        rows = x.reshape(-1, x.shape[-1]) if x.numel() else None
+        adapters = adapters_of(kinds, factors)
+        wants, slope = ctx.needs_input_grad[:-2], dout.reshape(-1, dout.shape[-1])
+        dx, *rest = launched_backward(plan, wants, slope, rows, gate, up, weights, adapters, lows)
+        return None if dx is None else shaped(dx, *ctx.shape), *rest, None, None
 
 
 _apply = applied(_GatedMlp)

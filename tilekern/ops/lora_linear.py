@@ -6,7 +6,7 @@ made. Layer and adapter by themselves make the adapter's result, its scaled copy
 gradient, and two gradients of ``x`` with their sum.
 
 Layers that share ``x`` (q, k and v; gate and up) are one function: their factors ``a`` are one product, and all
-gradients of ``x`` are added inside of products.
+gradients of ``x`` are added inside of products. Some of them may have no adapter.
 
 It is written by hand and not declared, as it is a sequence of torch's matrix products. If it is traced or in the
 invariant mode, its parts run as operations of their own, so there is nothing to register.
@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from tilekern.ops.linear import product
-from tilekern.ops.projections import input_gradient
+from tilekern.ops.projections import input_gradient, projections
 from tilekern.ops.registration import (
     applied,
     as_products,
     check_devices,
     differentiable_once,
+    is_autocast,
     is_eager,
     needs_gradient,
     shaped,
@@ -36,13 +37,26 @@ from tilekern.runtime.dispatch import is_invariant
 
 
 class Adapted(NamedTuple):
-    """A linear layer with an adapter; the arguments of :func:`lora_linear`."""
+    """A linear layer with an adapter; the arguments of :func:`lora_linear`. Without one, ``a`` and ``b`` are None."""
 
     weight: Tensor
-    a: Tensor
-    b: Tensor
+    a: Tensor | None
+    b: Tensor | None
     scaling: float = 1.0
     bias: Tensor | None = None
+
+
+# Scaling and rank of a layer's adapter; None for a layer without one.
+Kind = tuple[float, int] | None
+
+
+class Adapter(NamedTuple):
+    """An adapter by itself, as of :func:`lora_linear`; in a backward a factor is None if no gradient reads it."""
+
+    a: Any
+    b: Any
+    scaling: float
+    rank: int
 
 
 def lora_linear(
@@ -74,21 +88,26 @@ def lora_linear(
 
 def lora_linears(x: Tensor, layers: Sequence[Adapted], dropped: Tensor | None = None) -> tuple[Tensor, ...]:
     """Return the result of :func:`lora_linear` for each of some layers that share ``x``, and ``dropped``."""
+    if not any(layer.a is not None for layer in layers):
+        return projections(x, *(layer.weight for layer in layers), biases=[layer.bias for layer in layers])
     for layer in layers:
         _check(x, layer, dropped)
-    scalings = tuple(layer.scaling for layer in layers)
+    kinds, _ = flat([adapter_of(layer) for layer in layers])
     parameters = [part for layer in layers for part in (layer.weight, layer.a, layer.b, layer.bias)]
-    made: tuple[Tensor, ...] = as_products(functools.partial(_run, scalings), x, dropped, *parameters)
+    made: tuple[Tensor, ...] = as_products(functools.partial(_run, kinds), x, dropped, *parameters)
     return made
 
 
 def _check(x: Tensor, layer: Adapted, dropped: Tensor | None) -> None:
     weight, a, b, _, bias = layer
-    fit = weight.dim() == a.dim() == 2 and x.shape[-1:] == weight.shape[1:] == a.shape[1:]
-    if not fit or b.shape != (weight.shape[0], a.shape[0]):
+    fit = weight.dim() == 2 and x.shape[-1:] == weight.shape[1:]
+    if a is not None and b is not None:
+        fit = fit and a.dim() == 2 and a.shape[1] == weight.shape[1] and b.shape == (weight.shape[0], a.shape[0])
+    if not fit:
+        shapes = (str(list(given.shape)) for given in (x, weight, a, b) if given is not None)
         raise ValueError(
             "lora_linear: x must be [..., in_features], weight [out_features, in_features], a [rank, in_features] and "
-            f"b [out_features, rank], got {', '.join(str(list(given.shape)) for given in (x, weight, a, b))}"
+            f"b [out_features, rank], got {', '.join(shapes)}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"lora_linear: bias must be {list(weight.shape[:1])}, got {list(bias.shape)}")
@@ -98,60 +117,167 @@ def _check(x: Tensor, layer: Adapted, dropped: Tensor | None) -> None:
 
 
 def _run(
-    scalings: tuple[float, ...], x: Tensor, dropped: Tensor | None, *parameters: Tensor | None
+    kinds: tuple[Kind, ...], x: Tensor, dropped: Tensor | None, *parameters: Tensor | None
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the results; ``parameters`` are weight, a, b and bias of each layer."""
     if not is_eager(x, dropped, *parameters) or is_invariant():
-        return tuple(_apart(x, dropped, *layer) for layer in _layers(scalings, parameters))
+        return _apart(kinds, x, dropped, parameters)
     if needs_gradient(x, dropped, *parameters):
-        made: tuple[Tensor, ...] = _apply(scalings, x, dropped, *parameters)
+        made: tuple[Tensor, ...] = _apply(kinds, x, dropped, *parameters)
         return made
-    return _products(product, scalings, x, dropped, parameters)[0]
+    return _products(product, kinds, x, dropped, parameters)[0]
 
 
-def _layers(scalings: Sequence[float], parameters: Sequence[Any]) -> list[Adapted]:
-    found = []
-    for number, scaling in enumerate(scalings):
+def _apart(kinds: tuple[Kind, ...], x: Tensor, dropped: Tensor | None, parameters: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Return the results by torch's operations in PEFT's order."""
+    linear, made = torch.nn.functional.linear, []
+    for number, kind in enumerate(kinds):
         weight, a, b, bias = parameters[4 * number : 4 * number + 4]
-        found.append(Adapted(weight, a, b, scaling, bias))
-    return found
-
-
-def _apart(
-    x: Tensor, dropped: Tensor | None, weight: Tensor, a: Tensor, b: Tensor, scaling: float, bias: Tensor | None
-) -> Tensor:
-    """Return the result of a layer, by torch's operations in PEFT's order."""
-    y = torch.nn.functional.linear(x, weight, bias)
-    low = torch.nn.functional.linear(x if dropped is None else dropped, a)
-    return y + torch.nn.functional.linear(low, b) * scaling
+        y = linear(x, weight, bias)
+        made.append(y if kind is None else y + linear(linear(x if dropped is None else dropped, a), b) * kind[0])
+    return tuple(made)
 
 
 def _products(
-    multiply: Callable[..., Tensor], scalings: tuple[float, ...], x: Tensor, dropped: Tensor | None,
+    multiply: Callable[..., Tensor], kinds: tuple[Kind, ...], x: Tensor, dropped: Tensor | None,
     parameters: Sequence[Any],
-) -> tuple[tuple[Tensor, ...], Tensor]:  # fmt: skip
-    """Return the results, and ``x @ a^T`` [rows, ranks] of all layers; ``multiply`` is a linear layer's product."""
-    layers, rows, made = _layers(scalings, parameters), _rows(x), []
-    low = multiply(rows if dropped is None else _rows(dropped), _joined([layer.a for layer in layers]))
-    parts = _split(low, [layer.a.shape[0] for layer in layers], 1)
-    for (weight, _, b, scaling, bias), part in zip(layers, parts, strict=True):
-        y = multiply(rows, weight, bias).addmm_(part, b.t(), alpha=scaling)
-        made.append(shaped(y, *x.shape[:-1], weight.shape[0]))
-    return tuple(made), low
+) -> tuple[tuple[Tensor, ...], Tensor | None]:  # fmt: skip
+    """Return the results, and ``x @ a^T`` [rows, ranks] of all layers; ``parameters`` as of :func:`_run`."""
+    rows, read = _rows(x), None if dropped is None else _rows(dropped)
+    adapters = adapters_of(kinds, _factors(parameters))
+    made, low = products(rows, parameters[::4], parameters[3::4], adapters, read, multiply)
+    return tuple(shaped(y, *x.shape[:-1], y.shape[1]) for y in made), low
+
+
+def _factors(parameters: Sequence[Any]) -> list[Any]:
+    """Return the factors among the parameters of layers."""
+    return [factor for pair in zip(parameters[1::4], parameters[2::4], strict=True) for factor in pair]
+
+
+def adapter_of(layer: Adapted) -> Adapter | None:
+    """Return the adapter of a layer."""
+    return None if layer.a is None else Adapter(layer.a, layer.b, layer.scaling, layer.a.shape[0])
+
+
+def flat(adapters: Sequence[Adapter | None]) -> tuple[tuple[Kind, ...], list[Tensor | None]]:
+    """Return the kinds of adapters, and the factors ``a`` and ``b`` of each."""
+    factors = [factor for adapter in adapters for factor in (adapter[:2] if adapter else (None, None))]
+    return tuple(adapter and adapter[2:] for adapter in adapters), factors
+
+
+def adapters_of(kinds: Sequence[Kind], factors: Sequence[Any]) -> list[Adapter | None]:
+    """Return the adapters of layers with these factors: ``a`` and ``b`` of each."""
+    given = zip(kinds, factors[::2], factors[1::2], strict=True)
+    return [None if kind is None else Adapter(a, b, *kind) for kind, a, b in given]
+
+
+def cast_factors(dtype: torch.dtype, factors: Sequence[Any]) -> list[Any]:
+    """Return factors in a dtype, as autocast would cast them."""
+    return [factor if factor is None or factor.dtype == dtype else factor.to(dtype) for factor in factors]
+
+
+def are_served(x: Tensor, adapters: Sequence[Adapter | None]) -> bool:
+    """Return whether factors have the dtype of ``x``, or autocast casts both to one."""
+    dtype, casts = x.dtype, is_autocast(x)
+    for adapter in adapters:
+        if adapter is not None:
+            for factor in adapter[:2]:
+                if factor.dtype != dtype and (not casts or torch.float64 in (dtype, factor.dtype)):
+                    return False
+    return True
+
+
+def products(
+    rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], adapters: Sequence[Adapter | None],
+    dropped: Tensor | None = None, multiply: Callable[..., Tensor] = torch.nn.functional.linear,
+) -> tuple[list[Tensor], Tensor | None]:  # fmt: skip
+    """Return the results of layers that share their rows, and ``rows @ a^T`` [rows, ranks] of all their adapters.
+
+    Args:
+        rows: [rows, in_features].
+        weights, biases: of each layer.
+        adapters: of each layer; or empty.
+        dropped: read by ``a`` in place of the rows.
+        multiply: a linear layer's product.
+    """
+    if not any(adapters):
+        return [multiply(rows, *pair) for pair in zip(weights, biases, strict=True)], None
+    low, made = multiply(rows if dropped is None else dropped, _joined(adapters)), []
+    parts = iter(_parts(low, adapters, 1))
+    for weight, bias, adapter in zip(weights, biases, adapters, strict=True):
+        made.append(multiply(rows, weight, bias))
+        if adapter is not None:
+            made[-1].addmm_(next(parts)[2], adapter.b.t(), alpha=adapter.scaling)
+    return made, low
+
+
+def low_gradient(slopes: Sequence[Tensor], adapters: Sequence[Adapter | None]) -> Tensor:
+    """Return the gradient of :func:`products`' second result; ``slopes`` are those of the layers' results."""
+    dlow = slopes[0].new_empty(slopes[0].shape[0], sum(adapter.rank for adapter in adapters if adapter))
+    for number, (_, b, scaling, _), part in _parts(dlow, adapters, 1):
+        part.addmm_(slopes[number], b, beta=0, alpha=scaling)
+    return dlow
+
+
+def rows_gradient(
+    slopes: Sequence[Tensor], weights: Sequence[Tensor], adapters: Sequence[Adapter | None],
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return the gradient of :func:`products`' rows, as :func:`input_gradient`, and :func:`low_gradient`'s result."""
+    if not any(adapters):
+        return input_gradient(slopes, weights, dtype), None
+    dlow = low_gradient(slopes, adapters)
+    return input_gradient((*slopes, dlow), (*weights, _joined(adapters)), dtype), dlow
+
+
+def factor_gradients(
+    wants: Sequence[bool], slopes: Sequence[Tensor], rows: Tensor | None, low: Tensor | None, dlow: Tensor | None,
+    adapters: Sequence[Adapter | None],
+) -> list[Tensor | None]:  # fmt: skip
+    """Return the gradients of ``a`` and ``b`` of each layer's adapter, None for those that are not wanted.
+
+    Args:
+        wants: whether each is wanted, in that order.
+        slopes: the gradients of the layers' results.
+        rows, dlow: what the adapters read, and :func:`low_gradient`'s result; not read if no ``a`` is wanted.
+        low: :func:`products`' second result; not read if no ``b`` is wanted.
+    """
+    found: list[Tensor | None] = [None] * len(wants)
+    if not any(adapters):
+        return found
+    if any(wants[::2]):
+        assert dlow is not None
+        assert rows is not None
+        for number, _, part in _parts(torch.mm(dlow.t(), rows), adapters, 0):
+            found[2 * number] = part if wants[2 * number] else None
+    if any(wants[1::2]):
+        assert low is not None
+        # A product is scaled inside, with an addend that is not read.
+        unread = low.new_empty(())
+        for number, adapter, part in _parts(low, adapters, 1):
+            if wants[2 * number + 1]:
+                product = torch.addmm(unread, slopes[number].t(), part, beta=0, alpha=adapter.scaling)
+                found[2 * number + 1] = product
+    return found
 
 
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _joined(factors: Sequence[Tensor]) -> Tensor:
-    """Return the factors [rank, in_features] of all layers below each other."""
-    return factors[0] if len(factors) == 1 else torch.cat(list(factors))
+def _joined(adapters: Sequence[Adapter | None]) -> Tensor:
+    """Return the factors ``a`` [rank, in_features] of all adapters below each other."""
+    factors = [adapter.a for adapter in adapters if adapter is not None]
+    return factors[0] if len(factors) == 1 else torch.cat(factors)
 
 
-def _split(joined: Tensor, ranks: Sequence[int], dim: int) -> Sequence[Tensor]:
-    """Return the part of each layer's rank in a dimension."""
-    return (joined,) if len(ranks) == 1 else joined.split(ranks, dim)
+def _parts(joined: Tensor, adapters: Sequence[Adapter | None], dim: int) -> list[tuple[int, Adapter, Tensor]]:
+    """Return the number of each layer with an adapter, this, and its rank's part of ``joined`` in a dimension."""
+    numbers = [number for number, adapter in enumerate(adapters) if adapter]
+    own = [adapter for adapter in adapters if adapter]
+    # Half the host time of ``split``, which is Python.
+    parts = joined.split_with_sizes([adapter.rank for adapter in own], dim) if len(own) > 1 else (joined,)
+    return list(zip(numbers, own, parts, strict=True))
 
 
 class _Needs(NamedTuple):
@@ -181,56 +307,44 @@ class _Needs(NamedTuple):
 class _LoraLinears(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, scalings: tuple[float, ...], x: Tensor, dropped: Tensor | None, *parameters: Tensor | None
+        ctx: Any, kinds: tuple[Kind, ...], x: Tensor, dropped: Tensor | None, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        results, low = _products(torch.nn.functional.linear, scalings, x, dropped, parameters)
+        results, low = _products(torch.nn.functional.linear, kinds, x, dropped, parameters)
         needs = _Needs.of(ctx.needs_input_grad, dropped is not None)
         reads_x = any(needs.weight) or (any(needs.a) and dropped is None)
+        factors = _factors(parameters)
+        factors[::2] = [a if needs.through_a else None for a in factors[::2]]
         ctx.save_for_backward(
             x if reads_x else None, dropped if any(needs.a) else None, low if any(needs.b) else None,
             *(weight if needs.x else None for weight in parameters[::4]),
-            *(a if needs.through_a else None for a in parameters[1::4]),
-            *(b if needs.low else None for b in parameters[2::4]),
+            *(factor if needs.low else None for factor in factors),
         )  # fmt: skip
-        ctx.scalings, ctx.shape, ctx.needs = scalings, x.shape, needs
-        ctx.ranks = [a.shape[0] for a in parameters[1::4] if a is not None]
+        ctx.kinds, ctx.shape, ctx.needs = kinds, x.shape, needs
         return results
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
         x, dropped, low, *parameters = ctx.saved_tensors
-        needs, ranks, number = ctx.needs, ctx.ranks, len(given)
-        weights, factors, seconds = parameters[:number], parameters[number : 2 * number], parameters[2 * number :]
-        slopes = [_rows(dy) for dy in given]
-        dx = input_gradient(slopes, weights) if needs.x else None
-        ddropped, da, db = None, [None] * number, [None] * number
-        if needs.low:
-            dlow = slopes[0].new_empty(slopes[0].shape[0], sum(ranks))
-            for b, slope, part, scaling in zip(seconds, slopes, _split(dlow, ranks, 1), ctx.scalings, strict=True):
-                part.addmm_(slope, b, beta=0, alpha=scaling)
-            if any(needs.a):
-                da = list(_split(torch.mm(dlow.t(), _rows(x if dropped is None else dropped)), ranks, 0))
-            if needs.dropped:
-                ddropped = shaped(torch.mm(dlow, _joined(factors)), *ctx.shape)
-            elif dx is not None and needs.through_a:
-                dx.addmm_(dlow, _joined(factors))
-        if any(needs.b):
-            parts = zip(slopes, _split(low, ranks, 1), ctx.scalings, strict=True)
-            db = [_scaled(slope.t(), part, scaling) for slope, part, scaling in parts]
+        needs, number = ctx.needs, len(given)
+        weights, adapters = parameters[:number], adapters_of(ctx.kinds, parameters[number:])
+        slopes, dx, ddropped, dlow = [_rows(dy) for dy in given], None, None, None
+        if needs.x and needs.through_a and not needs.dropped:
+            dx, dlow = rows_gradient(slopes, weights, adapters)
+        else:
+            dx = input_gradient(slopes, weights) if needs.x else None
+            dlow = low_gradient(slopes, adapters) if needs.low else None
+        if needs.dropped:
+            ddropped = shaped(torch.mm(dlow, _joined(adapters)), *ctx.shape)
+        wants = [want for pair in zip(needs.a, needs.b, strict=True) for want in pair]
+        read = x if dropped is None else dropped
+        dfactors = factor_gradients(wants, slopes, None if read is None else _rows(read), low, dlow, adapters)
         found: list[Tensor | None] = [None, None if dx is None else shaped(dx, *ctx.shape), ddropped]
         for each, slope in enumerate(slopes):
             found.append(torch.mm(slope.t(), _rows(x)) if needs.weight[each] else None)
-            found.append(da[each] if needs.a[each] else None)
-            found.append(db[each] if needs.b[each] else None)
+            found += dfactors[2 * each : 2 * each + 2]
             found.append(slope.sum(0) if needs.bias[each] else None)
         return tuple(found)
-
-
-def _scaled(first: Tensor, second: Tensor, scaling: float) -> Tensor:
-    """Return ``scaling * first @ second``."""
-    made = torch.empty((first.shape[0], second.shape[1]), dtype=first.dtype, device=first.device)
-    return made.addmm_(first, second, beta=0, alpha=scaling)
 
 
 _apply = applied(_LoraLinears)

@@ -1,6 +1,7 @@
 """The replacement for PEFT's linear layers with LoRA: layer and adapter are one op, ``lora_linear``.
 
-The layers of q, k and v are one op together, and so are those of gate and up, in modules that are patched.
+In modules that are patched the layers of q, k and v are one op together, and so is an MLP with SwiGLU, or its gate and
+up. Some of the layers may have no adapter.
 
 PEFT's own code runs where the op would compute something else:
 
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from tilekern.ops.gated_mlp import lora_gated_mlp
 from tilekern.ops.lora_linear import Adapted, lora_linears
 from tilekern.ops.registration import is_autocast
 from tilekern.patch.guards import (
@@ -36,6 +38,8 @@ from tilekern.runtime.switches import LORA
 Function = Callable[..., Any]
 # The module of PEFT's layers, and the name by which their calls are counted.
 HOME, KERNEL = "peft.tuners.lora.layer", "lora_linear"
+# Of the modules that hold what an adapter runs, by its name.
+PARTS = ("lora_A", "lora_B", "lora_dropout")
 _ROWS = "adapters chosen for each row"
 _ELSE = "hooks, a bias in the adapter, or a layer or weights of other classes than torch's"
 
@@ -56,29 +60,65 @@ def linear(original: Function) -> Function:
 
 
 def projected(layers: Sequence[Any], x: Any) -> tuple[Any, ...]:
-    """Return the result of each of some modules on ``x``, by one op if all are patched layers without dropout."""
-    if not torch.compiler.is_compiling() and all(map(_is_ours, layers)):
-        given = [_given_of(layer, x) for layer in layers]
-        adapted = [each for each in given if isinstance(each, Adapted)]
-        if len(adapted) == len(layers) and not any(map(_drops, layers)):
-            return lora_linears(x, adapted)
-    return tuple(layer(x) for layer in layers)
+    """Return the result of each of some modules on ``x``, by one op if all are patched or bare, without dropout."""
+    given = _together(layers, x)
+    return tuple(layer(x) for layer in layers) if given is None else lora_linears(x, given)
 
 
-def _is_ours(layer: Any) -> bool:
+def gated_mlp(layers: Sequence[Any], x: Any) -> torch.Tensor | None:
+    """Return the result of an MLP with SwiGLU if it is one op of its layers gate, up and down with their adapters."""
+    given = _together(layers, x)
+    return None if given is None else lora_gated_mlp(x, given)
+
+
+def _together(layers: Sequence[Any], x: Any) -> list[Adapted] | None:
+    """Return arguments of one op on ``x`` of all layers; None if there is no such op, or none has an adapter."""
+    found: list[Adapted] = []
+    if torch.compiler.is_compiling() or not any(map(is_ours, layers)):
+        return None
+    for layer in layers:
+        is_adapted = is_ours(layer)
+        given = _given_of(layer, x) if is_adapted else _bare(layer)
+        if not isinstance(given, Adapted) or (is_adapted and is_dropped(layer)):
+            return None
+        found.append(given)
+    return found
+
+
+def is_ours(layer: Any) -> bool:
     """Return whether calling a module only runs the replacement of PEFT's forward."""
     return is_from(forward_of(layer), __name__) and not has_hooks(layer)
 
 
+def _bare(layer: Any) -> Adapted | None:
+    """Return a layer without an adapter; None if calling it does more than a linear layer."""
+    base = linear_of(layer)
+    return None if base is None else Adapted(base[0], None, None, bias=base[1])
+
+
 def _given_of(layer: Any, x: Any) -> Adapted | str | None:
     """Return the op's arguments after ``x``; why it would not compute the same, or None if no adapter runs."""
+    if type(x) not in TENSORS:
+        return SUBCLASS if active_of(layer) else None
+    given = adapted_of(layer)
+    if isinstance(given, Adapted) and not _are_alike(x, given.weight, given.a, given.b, given.bias):
+        return "an adapter of another dtype than its layer's, outside of autocast"
+    return given
+
+
+def _are_alike(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Return whether tensors have one dtype, or autocast casts them to one."""
+    dtypes = {given.dtype for given in (x, *others) if given is not None}
+    return len(dtypes) == 1 or (is_autocast(x) and torch.float64 not in dtypes)
+
+
+def adapted_of(layer: Any) -> Adapted | str | None:
+    """Return a layer and the adapter that it runs; why the op would not compute the same, or None if none runs."""
     names = active_of(layer)
     if not names:
         return None
     if len(names) > 1 or names[0] in layer.lora_variant:
         return "several adapters or a variant of LoRA"
-    if type(x) not in TENSORS:
-        return SUBCLASS
     parts, (name,) = layer.__dict__["_modules"], names
     base = linear_of(parts["base_layer"])
     a, b = (bare_weights(parts[factor], (name,)) for factor in ("lora_A", "lora_B"))
@@ -86,9 +126,6 @@ def _given_of(layer: Any, x: Any) -> Adapted | str | None:
     if base is None or a is None or b is None or type(scaling) not in (float, int):
         return _ELSE
     (a,), (b,), (weight, bias) = a, b, base
-    dtypes = {given.dtype for given in (x, weight, a, b, bias) if given is not None}
-    if len(dtypes) > 1 and (not is_autocast(x) or torch.float64 in dtypes):
-        return "an adapter of another dtype than its layer's, outside of autocast"
     return Adapted(weight, a, b, scaling, bias)
 
 
@@ -100,17 +137,32 @@ def active_of(layer: Any) -> list[str]:
     return [name for name in layer.active_adapters if name in factors]
 
 
+def runs(layer: Any, adapter: str, dropout: Any) -> bool:
+    """Return whether a layer that has an adapter runs this one alone, with this dropout, which does nothing."""
+    own = layer.__dict__
+    if own["_disable_adapters"] or own["merged_adapters"] or adapter in own["lora_variant"]:
+        return False
+    if type(dropout) is not torch.nn.Identity and drops(dropout):
+        return False
+    active = layer._active_adapter
+    return active in (adapter, [adapter])
+
+
 def _dropped(layer: Any, x: torch.Tensor) -> torch.Tensor | None:
     """Return what the only adapter of a layer reads if it is not ``x`` itself."""
-    return _dropout_of(layer)(x) if _drops(layer) else None
+    return _dropout_of(layer)(x) if is_dropped(layer) else None
 
 
-def _drops(layer: Any) -> bool:
-    """Return whether the only adapter of a layer reads something else than the layer, as after a dropout."""
+def is_dropped(layer: Any) -> bool:
+    """Return whether calling the dropout of a layer's only adapter does more than return its input."""
     dropout = _dropout_of(layer)
+    return drops(dropout) or "forward" in dropout.__dict__ or has_hooks(dropout)
+
+
+def drops(dropout: Any) -> bool:
+    """Return whether the forward of a dropout's class may give something else than its input."""
     kind = type(dropout)
-    idle = kind is torch.nn.Identity or (kind is torch.nn.Dropout and not (dropout.training and dropout.p))
-    return not idle or has_hooks(dropout)
+    return kind is not torch.nn.Identity and (kind is not torch.nn.Dropout or bool(dropout.training and dropout.p))
 
 
 def _dropout_of(layer: Any) -> Any:

@@ -22,7 +22,7 @@ from tilekern.ops.linear import product
 from tilekern.ops.llama4_rope import llama4_rope
 from tilekern.ops.qwen2vl_mrope import qwen2vl_mrope
 from tilekern.ops.registration import is_autocast
-from tilekern.patch import fp8
+from tilekern.patch import adapters, fp8
 from tilekern.patch.guards import (
     SHAPES,
     SUBCLASS,
@@ -180,6 +180,7 @@ def gated_mlp(
         if weights is None:
             made = (getattr(self, first), getattr(self, second), getattr(self, last))
             y = fp8.gated_mlp(made, ACTIVATIONS[gate], x)
+            y = adapters.gated_mlp(made, x) if y is None and gate is ops.swiglu else y
             y = made[2](gate(*projected(made[:2], x))) if y is None else y
         elif gate is ops.swiglu:
             y = ops.gated_mlp(x, *weights)

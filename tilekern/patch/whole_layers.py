@@ -14,7 +14,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from tilekern.ops.decoder_layer import Numbers, Weights, decoder_layer
-from tilekern.patch import context_parallel, layers, patterns, replacements
+from tilekern.ops.lora_linear import Adapted, Adapter
+from tilekern.patch import adapters, context_parallel, layers, patterns, replacements
 from tilekern.patch.attention import HEEDED, attend
 from tilekern.patch.guards import TENSORS, bare_weights, forward_of, has_global_hooks, has_hooks, is_from
 from tilekern.patch.layers import given_of
@@ -25,6 +26,8 @@ Function = Callable[..., Any]
 _HEEDED = HEEDED.union(patterns.CACHES) - {"cache_position"}
 _PROJECTIONS, _MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
 _UNBIASED = ("o_proj", *_MLP)
+# In the order of the op's adapters.
+_LINEAR = *_PROJECTIONS, *_UNBIASED
 _PARAMETERS = ("weight", "bias")
 # Where transformers' decorator is written that takes arguments by former names.
 _RENAMES = "transformers.utils.deprecation"
@@ -100,10 +103,9 @@ def decoder(original: Function, norms: Collection[str], kinds: Mapping[str, Norm
         attention, mlp = modules["self_attn"], modules["mlp"]
         if not is_written(attention, parts.attention) or not is_written(mlp, parts.mlp):
             return None
-        if bare_weights(attention, _PROJECTIONS, []) is None or bare_weights(attention, ("o_proj",)) is None:
-            return None
+        linears = *((attention, name) for name in (*_PROJECTIONS, "o_proj")), *((mlp, name) for name in _MLP)
         gate = gate_of(mlp)
-        if gate is None or bare_weights(mlp, _MLP) is None:
+        if gate is None or not all(_is_linear(*each) for each in linears):
             return None
         of_heads = [attention.__dict__["_modules"][name] for name in parts.heads]
         given = [given_of(norm, home, kinds) for norm in (*(modules[name] for name in parts.norms if name), *of_heads)]
@@ -128,7 +130,8 @@ def decoder(original: Function, norms: Collection[str], kinds: Mapping[str, Norm
             known[self] = seen
         weights, (cos, sin) = _weights(modules, places), angles
         numbers = _numbers(modules, parts, handed, attentions, seen.activation)
-        if weights is None or numbers is None or not _fit(x, cos, sin, numbers.head_dim):
+        adapted = _adapters(modules, seen.adapted) if seen.adapted else ()
+        if weights is None or numbers is None or adapted is None or not _fit(x, cos, sin, numbers.head_dim):
             return None
         starts, longest = given.get("cu_seq_lens_q"), given.get("max_length_q")
         if starts is None and mask is not None and len(mask.starts):
@@ -136,9 +139,19 @@ def decoder(original: Function, norms: Collection[str], kinds: Mapping[str, Norm
         if starts is not None and x.shape[0] != 1:
             return None
         longest = longest if isinstance(longest, int) else None
-        return decoder_layer(x, cos, sin, weights, numbers, starts, longest)
+        return decoder_layer(x, cos, sin, weights, numbers, starts, longest, adapted)
 
     return layers.fused_add_rms_norm(original, norms, kinds, whole)
+
+
+class _Places(NamedTuple):
+    """The name of a layer's adapter, and the names by which its modules are found."""
+
+    adapter: str
+    layer: str
+    a: str
+    b: str
+    dropout: str
 
 
 class _Seen:
@@ -148,26 +161,46 @@ class _Seen:
 
     Attributes:
         activation: that of the MLP.
+        adapted: the adapter of each linear layer that has one.
     """
 
     def __init__(self, layer: Any, parts: Parts, activation: str) -> None:
         norms = filter(None, parts.norms)
         owned = ("", (*norms, "self_attn", "mlp")), ("self_attn", (*_PROJECTIONS, "o_proj", *parts.heads))
-        found, self._places, self.activation = {"": layer}, [], activation
+        self._places: list[tuple[str, str, str, str, type, Any, Any]] = []
+        self.adapted: dict[str, _Places] = {}
+        found, self.activation = {"": layer}, activation
+
+        def see(owner: str, group: str, name: str, key: str) -> None:
+            found[key] = one = _held(found[owner], group)[name]
+            # False, which no forward is, if its own is no method of it: each call may then do something else.
+            helper = getattr(type(one), "_norm", None)
+            self._places.append((owner, group, name, key, type(one), forward_of(one) or False, helper))
+
         for owner, names in (*owned, ("mlp", (*_MLP, "act_fn"))):
             for name in names:
-                found[name] = one = found[owner].__dict__["_modules"][name]
-                # False, which no forward is, if its own is no method of it: each call may then do something else.
-                helper = getattr(type(one), "_norm", None)
-                self._places.append((owner, name, type(one), forward_of(one) or False, helper))
+                one = found[owner].__dict__["_modules"][name]
+                if not adapters.is_ours(one):
+                    see(owner, "", name, name)
+                    continue
+                (adapter,) = adapters.active_of(one)
+                own = self.adapted[name] = _Places(adapter, *(f"{name}.{part}" for part in ("", *adapters.PARTS)))
+                see(owner, "", name, own.layer)
+                # It is found as one without an adapter is.
+                see(own.layer, "", "base_layer", name)
+                for part, key in zip(adapters.PARTS, own[2:], strict=True):
+                    see(own.layer, part, adapter, key)
 
     def modules(self, layer: Any) -> dict[str, Any] | None:
         """Return the modules by name; None if calling one of them now does something else, or one has no parameters."""
         if has_global_hooks():
             return None
         found = {"": layer}
-        for owner, name, kind, forward, helper in self._places:
-            found[name] = one = found[owner].__dict__["_modules"].get(name)
+        for owner, group, name, key, kind, forward, helper in self._places:
+            held = found[owner].__dict__["_modules"]
+            if group:
+                held = held[group].__dict__["_modules"]
+            found[key] = one = held.get(name)
             if type(one) is not kind:
                 return None
             own = one.__dict__
@@ -179,7 +212,45 @@ class _Seen:
                 or (helper is not None and kind._norm is not helper)
             ):  # fmt: skip
                 return None
+        for places in self.adapted.values():
+            if not adapters.runs(found[places.layer], places.adapter, found[places.dropout]):
+                return None
         return found
+
+
+def _held(module: Any, group: str) -> dict[str, Any]:
+    """Return the modules in a module, or in a group of them."""
+    held: dict[str, Any] = module.__dict__["_modules"]
+    return held[group].__dict__["_modules"] if group else held
+
+
+def _is_linear(owner: Any, name: str) -> bool:
+    """Return whether calling a module of another one is a linear layer's product, with an adapter's or without."""
+    if bare_weights(owner, (name,), []) is not None:
+        return True
+    layer = owner.__dict__["_modules"][name]
+    return (
+        adapters.is_ours(layer) and isinstance(adapters.adapted_of(layer), Adapted) and not adapters.is_dropped(layer)
+    )
+
+
+def _adapters(modules: Mapping[str, Any], adapted: Mapping[str, _Places]) -> list[Adapter | None] | None:
+    """Return linear layers' adapters; None if one has a bias, another scale than a number, or no plain tensors."""
+    found: list[Adapter | None] = []
+    for name in _LINEAR:
+        places = adapted.get(name)
+        if places is None:
+            found.append(None)
+            continue
+        first, second = (modules[key].__dict__["_parameters"] for key in (places.a, places.b))
+        scaling = modules[places.layer].scaling[places.adapter]
+        if first["bias"] is not None or second["bias"] is not None or type(scaling) not in (float, int):
+            return None
+        a, b = first["weight"], second["weight"]
+        if type(a) not in TENSORS or type(b) not in TENSORS:
+            return None
+        found.append(Adapter(a, b, scaling, a.shape[0]))
+    return found
 
 
 def _weights(modules: Mapping[str, Any], places: Iterable[tuple[str, str] | None]) -> Weights | None:
