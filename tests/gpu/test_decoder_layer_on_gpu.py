@@ -19,7 +19,7 @@ def patched():
     tilekern.reset()
 
 
-def made(name, device="cuda"):
+def made(name, device="cuda", dtype=torch.bfloat16):
     config = config_named(name)[1]
     config.num_hidden_layers, config.use_cache = 2, False
     if getattr(config, "layer_types", None):
@@ -27,7 +27,7 @@ def made(name, device="cuda"):
         config.layer_types = [kinds[0], kinds[-1]]
     torch.manual_seed(0)
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="tilekern").train()
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="tilekern").train()
 
 
 def step(model, rows=2, tokens=384):
@@ -116,6 +116,33 @@ def test_adapters_of_float32_are_cast_by_autocast(by_parts, served):
         expected, theirs, usual = by_parts(lambda: step(model))
     assert torch.equal(loss, expected)
     assert {gradient.dtype for gradient in found} == {torch.float32}
+    for one, other in zip(found, theirs, strict=True):
+        assert torch.nn.functional.cosine_similarity(one.double().ravel(), other.double().ravel(), 0) > 0.9995
+    assert most <= 1.01 * usual
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "llama-3.2-1b", "qwen2.5-0.5b"])
+@pytest.mark.parametrize("inside", [False, True], ids=["forward", "backward too"])
+def test_weights_of_float32_under_autocast(name, inside, by_parts, served):
+    model = made(name, dtype=torch.float32)
+
+    def autocast_step():
+        ids = torch.randint(0, 4096, (2, 384), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+        model.zero_grad(set_to_none=True)
+        torch.cuda.reset_peak_memory_stats()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        return loss.detach(), [p.grad.clone() for p in model.parameters()], torch.cuda.max_memory_allocated()
+
+    autocast_step()
+    loss, found, most = autocast_step()
+    assert None not in [y if y is None else 0 for y in served]
+    expected, theirs, usual = by_parts(autocast_step)
+    assert torch.equal(loss, expected)
     for one, other in zip(found, theirs, strict=True):
         assert torch.nn.functional.cosine_similarity(one.double().ravel(), other.double().ravel(), 0) > 0.9995
     assert most <= 1.01 * usual
