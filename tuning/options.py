@@ -106,6 +106,11 @@ _STEPS = {
         is_flag=True,
         help="Weights are float32, and autocast casts their products to bfloat16, as Trainer(bf16=True) does.",
     ),
+    "hooks": click.option(
+        "--hooks",
+        is_flag=True,
+        help="Also steps whose ops run one by one: under hooks, as of a device_map over GPUs, or torch.compile.",
+    ),
     "tp": click.option(
         "--tp",
         type=click.IntRange(min=1),

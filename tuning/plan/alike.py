@@ -61,7 +61,8 @@ class _Once(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = tree_flatten((args, kwargs))
-        modes = torch.is_grad_enabled(), is_invariant(), self.training
+        has_hooks = any(module._forward_hooks for module in self.layer.modules())
+        modes = torch.is_grad_enabled(), is_invariant(), self.training, has_hooks
         call = (modes, str(tree), tuple(map(_form, leaves)))
         given = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         if given is not None and call in self.seen:

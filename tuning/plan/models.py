@@ -80,7 +80,7 @@ def plan_of_model(model: Any, steps: Steps, target: Target) -> Planned:
             core = core_of(model)
             name = core.config.name_or_path or type(core).__name__
             with _noted_warnings() as notes, tracing(found):
-                for mode in _modes(steps):
+                for mode in _modes(core, steps, found):
                     with mode():
                         for batch in _batches(steps):
                             step_as_it_is(core, batch)
@@ -180,7 +180,7 @@ def _step(model: Any, steps: Steps, ops: Collection[str], found: Trace, *, is_sp
         # Logits of all layers are one problem of the routers' loss.
         if not (EXPERTS in ops and getattr(model.config.get_text_config(), "output_router_logits", False)):
             thin_out(model, found)
-        for mode in _modes(steps):
+        for mode in _modes(model, steps, found):
             with mode(), _cast(steps, found):
                 for batch in _batches(steps):
                     step(model, batch, adamw=ADAMW in ops and steps.optimizer == ADAMW)
@@ -188,9 +188,26 @@ def _step(model: Any, steps: Steps, ops: Collection[str], found: Trace, *, is_sp
                     run(model)
 
 
-def _modes(steps: Steps) -> list[Callable[[], contextlib.AbstractContextManager[None]]]:
-    """Return the modes in which steps run: as usual, and ``invariant`` steps once more in that mode."""
-    return [contextlib.nullcontext, *([invariant] if steps.invariant else [])]
+def _modes(model: Any, steps: Steps, found: Trace) -> list[Callable[[], contextlib.AbstractContextManager[None]]]:
+    """Return the modes in which steps run: as usual, under ``hooks``, and ``invariant`` steps in that mode."""
+    hooked = functools.partial(_hooked, model, found)
+    return [contextlib.nullcontext, *[hooked] * steps.hooks, *[invariant] * steps.invariant]
+
+
+@contextlib.contextmanager
+def _hooked(model: Any, found: Trace) -> Iterator[None]:
+    """Put a hook that does nothing on each module with weights, as accelerate does for a ``device_map``.
+
+    Launches do not count, as a job has hooks or has none.
+    """
+    owners = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
+    handles = [module.register_forward_hook(lambda *_: None) for module in owners]
+    try:
+        with found.aside():
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextlib.contextmanager

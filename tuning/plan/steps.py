@@ -20,7 +20,7 @@ TOKENS, CONTEXT = (2048, 8192), (4096,)
 OF_ENGINE: Mapping[str, Sequence[int]] = {"tokens": (), "decode": (1,)}
 # What describes the steps of a model that only transformers runs.
 _OF_MODELS = (
-    "ops", "attention", "packed", "padded", "checkpointing", "experts", "optimizer", "fp8", "autocast", "call",
+    "ops", "attention", "packed", "padded", "checkpointing", "experts", "optimizer", "fp8", "autocast", "hooks", "call",
 )  # fmt: skip
 
 
@@ -59,6 +59,8 @@ class Steps:
         experts: layers of experts run ``experts_implementation="tilekern"``, and routers the op, as
             ``apply(experts=True)`` has it.
         autocast: weights are float32, and autocast casts their products to bfloat16, as a trainer's ``bf16=True``.
+        hooks: each step is traced once more with a hook on each module with weights, so that ops run one by one, as in
+            ``torch.compile`` too.
         fp8: the format of 8-bit floats of linear layers, as ``apply(fp8=...)`` has it; or none.
         optimizer: ``adamw``, which is ``tilekern.AdamW``, or ``none``.
         call: the arguments of the forward of a job's own step, by name; the lengths are then those of its tensors.
@@ -89,6 +91,7 @@ class Steps:
     optimizer: str = ADAMW
     experts: bool = False
     autocast: bool = False
+    hooks: bool = False
     fp8: bool | str = ""
     call: Mapping[str, Any] | None = None
     decode: Sequence[int] = ()
