@@ -236,9 +236,7 @@ def _find(x: Tensor, cos: Tensor, sin: Tensor, weights: Weights, numbers: Number
         add_norm = norms.add["plans_of"](True, x, x, weights.mlp_norm, eps[2], *norms.options)
     else:
         add_norm = _NORM_ADD_NORM["plans_of"](True, x, x, weights.out_norm, weights.mlp_norm, eps[2], *norms.behind)
-    rows = x.new_empty((batch * tokens, hidden), dtype=dtype)
-    gate, up, down = (torch.empty_like(one, dtype=dtype) for one in weights[-3:])
-    mlp = plans_of_mlp(rows, gate, up, down, numbers.activation)
+    mlp = plans_of_mlp(x.view(-1, hidden), *weights[-3:], numbers.activation, dtype)
     last: Any = ()
     if weights.down_norm is not None:
         last = _NORM_ADD["plans_of"](True, x, x, weights.down_norm, eps[3], *norms.behind)

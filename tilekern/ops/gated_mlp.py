@@ -40,8 +40,8 @@ from tilekern.ops.registration import (
     as_products,
     check_tensors,
     differentiable_once,
-    is_eager,
     needs_gradient,
+    product_dtype,
     shaped,
 )
 from tilekern.ops.swiglu import swiglu
@@ -75,8 +75,7 @@ def gated_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Te
     """
     weights = (gate_weight, up_weight, down_weight)
     if needs_gradient(x, *weights):
-        made: Tensor = as_products(functools.partial(_trained, ()), x, *weights)
-        return made
+        return _trained((), x, *weights)
     if few_rows.is_served(x, *weights) and few_rows.is_tuned(x, gate_weight, "gated", "silu"):
         return product(gated_linear(x, gate_weight, up_weight), down_weight)
     return product(swiglu(product(x, gate_weight), product(x, up_weight)), down_weight)
@@ -94,12 +93,16 @@ def lora_gated_mlp(x: Tensor, layers: Sequence[Adapted]) -> Tensor:
 
 def _trained(kinds: tuple[Kind, ...], x: Tensor, *given: Any) -> Tensor:
     """Return the result of weights and factors of adapters."""
-    plans = plans_of(x, *given[:3]) if is_eager(x, *given) else None
+    dtype = product_dtype(x, *given)
+    # Under autocast over half types it is another one than that of the gradients.
+    gate_weight, up_weight, down_weight = given[:3]
+    plans = None
+    if dtype is not None and x.dtype in (dtype, torch.float32):
+        plans = plans_of(x, gate_weight, up_weight, down_weight, dtype=dtype)
     if plans is not None:
-        made: Tensor = _apply(x, *given, plans, kinds)
+        made: Tensor = _apply(x, *given, plans, kinds, dtype)
         return made
     if not kinds:
-        gate_weight, up_weight, down_weight = given
         return product(swiglu(product(x, gate_weight), product(x, up_weight)), down_weight)
     adapters = zip(given[:3], given[3::2], given[4::2], kinds, strict=True)
     return _by_parts(x, [Adapted(weight, a, b, kind[0] if kind else 1.0) for weight, a, b, kind in adapters])
@@ -110,14 +113,16 @@ def _by_parts(x: Tensor, layers: Sequence[Adapted]) -> Tensor:
 
 
 def plans_of(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, activation: str = "silu"
-) -> tuple[Plan, Plan] | None:
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, activation: str = "silu",
+    dtype: torch.dtype | None = None,
+) -> tuple[Plan, Plan] | None:  # fmt: skip
     """Return the plans of both directions; None if a kernel is missing. All have one dtype.
 
-    The activation is ``silu``, ``gelu`` or ``gelu_tanh``.
+    The activation is ``silu``, ``gelu`` or ``gelu_tanh``, ``dtype`` that of the products, if autocast casts.
     """
+    dtype = dtype or x.dtype
     key = (
-        x.shape, x.dtype, x.get_device(), gate_weight.shape, gate_weight.get_device(), up_weight.shape,
+        x.shape, dtype, x.get_device(), gate_weight.shape, gate_weight.get_device(), up_weight.shape,
         up_weight.get_device(), down_weight.shape, down_weight.get_device(), activation,
     )  # fmt: skip
     try:
@@ -129,15 +134,15 @@ def plans_of(
                 f"{list(gate_weight.shape)} and {list(up_weight.shape)}"
             ) from None
         check_tensors("gated_mlp", x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
-        found = _find(x, gate_weight, activation)
+        found = _find(x, gate_weight, activation, dtype) if x.dtype == gate_weight.dtype else None
         return keep(_plans, key, found) if x.is_cuda else found
 
 
-def _find(x: Tensor, weight: Tensor, activation: str) -> tuple[Plan, Plan] | None:
-    if x.dtype != weight.dtype or not x.numel():
+def _find(x: Tensor, weight: Tensor, activation: str, dtype: torch.dtype) -> tuple[Plan, Plan] | None:
+    if not x.numel():
         return None
     *specs, flags = _KERNELS[activation]
-    sizes = (x.numel() // x.shape[-1], weight.shape[0], x.dtype, *flags)
+    sizes = (x.numel() // x.shape[-1], weight.shape[0], dtype, *flags)
     forward, backward = (plan_for(spec, x.device, *sizes) for spec in specs)
     return None if forward is None or backward is None else (forward, backward)
 
@@ -214,29 +219,31 @@ def launched_backward(
 
 
 class _GatedMlp(torch.autograd.Function):
-    """Of x, the weights and the factors of adapters, then the plans and the kinds of adapters."""
+    """Of x, the weights and the factors of adapters, then plans, kinds of adapters, and the dtype of the products."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
-        weights, factors, (plans, kinds) = given[:3], given[3:-2], given[-2:]
+        plans, kinds, dtype = given[-3:]
+        ctx.call, ctx.shape = (plans[1], kinds, x.dtype), x.shape
+        x, *cast = (None if one is None else one.to(dtype) for one in (x, *given[:-3]))
+        weights, factors = cast[:3], cast[3:]
         adapters = adapters_of(kinds, factors)
         y, gate, up, _, lows = launched(plans[0], x.reshape(-1, x.shape[-1]), weights, adapters)
-        _, *wants = ctx.needs_input_grad[:-2]
+        _, *wants = ctx.needs_input_grad[:-3]
         rows, *read = kept(wants[:2], wants[3:], x, lows)
         ctx.save_for_backward(_UNREAD if rows is None else rows, gate, up, *read, *weights, *factors)
-        ctx.call, ctx.shape = (plans[1], kinds), x.shape
         return shaped(y, *x.shape[:-1], y.shape[1])
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, up, *saved = ctx.saved_tensors
-        lows, weights, factors, (plan, kinds) = saved[:2], saved[2:5], saved[5:], ctx.call
+        lows, weights, factors, (plan, kinds, wide) = saved[:2], saved[2:5], saved[5:], ctx.call
         rows = x.reshape(-1, x.shape[-1]) if x.numel() else None
         adapters = adapters_of(kinds, factors)
-        wants, slope = ctx.needs_input_grad[:-2], dout.reshape(-1, dout.shape[-1])
-        dx, *rest = launched_backward(plan, wants, slope, rows, gate, up, weights, adapters, lows)
-        return None if dx is None else shaped(dx, *ctx.shape), *rest, None, None
+        wants, slope = ctx.needs_input_grad[:-3], dout.reshape(-1, dout.shape[-1])
+        dx, *rest = launched_backward(plan, wants, slope, rows, gate, up, weights, adapters, lows, wide)
+        return None if dx is None else shaped(dx, *ctx.shape), *rest, None, None, None
 
 
 _apply = applied(_GatedMlp)

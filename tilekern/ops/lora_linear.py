@@ -189,7 +189,7 @@ def are_served(x: Tensor, adapters: Sequence[Adapter | None]) -> bool:
 
 def products(
     rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], adapters: Sequence[Adapter | None],
-    dropped: Tensor | None = None, multiply: Callable[..., Tensor] = torch.nn.functional.linear,
+    dropped: Tensor | None = None, multiply: Callable[..., Tensor] | None = None,
 ) -> tuple[list[Tensor], Tensor | None]:  # fmt: skip
     """Return the results of layers that share their rows, and ``rows @ a^T`` [rows, ranks] of all their adapters.
 
@@ -198,8 +198,9 @@ def products(
         weights, biases: of each layer.
         adapters: of each layer; or empty.
         dropped: read by ``a`` in place of the rows.
-        multiply: a linear layer's product.
+        multiply: a linear layer's product; None for torch's, which the invariant mode replaces.
     """
+    multiply = multiply or torch.nn.functional.linear
     if not any(adapters):
         return [multiply(rows, *pair) for pair in zip(weights, biases, strict=True)], None
     low, made = multiply(rows if dropped is None else dropped, _joined(adapters)), []

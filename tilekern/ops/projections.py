@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilekern.ops import few_rows
 from tilekern.ops.linear import product
-from tilekern.ops.registration import applied, as_products, differentiable_once, is_eager, needs_gradient, shaped
+from tilekern.ops.registration import applied, differentiable_once, needs_gradient, product_dtype, shaped
 
 # The weights of q, k and v, which a kernel takes.
 _JOINED = 3
@@ -35,19 +35,13 @@ def projections(x: Tensor, *weights: Tensor, biases: Sequence[Tensor | None] = (
         [..., out_features] for each weight.
     """
     given = biases or (None,) * len(weights)
-    if needs_gradient(x, *weights, *given):
-        made: tuple[Tensor, ...] = as_products(_trained, x, *weights, *given)
-        return made
+    dtype = product_dtype(x, *weights, *given) if needs_gradient(x, *weights, *given) else None
+    # Under autocast over half types it is another one than that of the gradients.
+    if dtype is not None and x.dtype in (dtype, torch.float32):
+        return _apply(x, *weights, *given, dtype)
     is_bare = len(weights) == _JOINED and not any(bias is not None for bias in given)
     joined = few_rows.projections(x, *weights) if is_bare else None
     return joined or tuple(map(product, (x,) * len(weights), weights, given))
-
-
-def _trained(x: Tensor, *parameters: Tensor | None) -> Any:
-    if is_eager(x, *parameters):
-        return _apply(x, *parameters)
-    count = len(parameters) // 2
-    return tuple(map(product, (x,) * count, parameters[:count], parameters[count:]))
 
 
 def input_gradient(slopes: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
@@ -72,16 +66,17 @@ def gradient(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 class _Projections(torch.autograd.Function):
-    """Of x, then the weights, then as many biases."""
+    """Of x, then the weights, then as many biases, then the dtype of the products, to which autocast casts all."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, *given: Any) -> tuple[Tensor, ...]:
         # As by torch's layers, which keep no input for a frozen weight and no weight for an input without a gradient.
         of_x, *wanted = ctx.needs_input_grad
-        count = len(parameters) // 2
+        *parameters, dtype = given
+        ctx.shape, ctx.dtype, count = x.shape, x.dtype, len(parameters) // 2
+        x, *parameters = (None if one is None else one.to(dtype) for one in (x, *parameters))
         weights, biases = parameters[:count], parameters[count:]
         ctx.save_for_backward(x if any(wanted[:count]) else None, *(weight if of_x else None for weight in weights))
-        ctx.shape = x.shape
         linear = torch.nn.functional.linear
         return tuple(linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
@@ -90,12 +85,14 @@ class _Projections(torch.autograd.Function):
     def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         slopes = [slope.reshape(-1, slope.shape[-1]) for slope in given]
-        of_x, *wanted = ctx.needs_input_grad
-        dx = shaped(input_gradient(slopes, weights), *ctx.shape) if of_x else None
+        of_x, *wanted, _ = ctx.needs_input_grad
+        dx = shaped(input_gradient(slopes, weights, ctx.dtype), *ctx.shape) if of_x else None
         rows = None if x is None else x.reshape(-1, x.shape[-1])
         of_weights, of_biases = wanted[: len(slopes)], wanted[len(slopes) :]
-        dweights = (torch.mm(s.t(), rows) if want else None for s, want in zip(slopes, of_weights, strict=True))
-        return dx, *dweights, *(s.sum(0) if want else None for s, want in zip(slopes, of_biases, strict=True))
+        pairs = zip(slopes, of_weights, strict=True)
+        dweights = (gradient(s.t(), rows, ctx.dtype) if want else None for s, want in pairs)
+        dbiases = (s.sum(0, dtype=ctx.dtype) if want else None for s, want in zip(slopes, of_biases, strict=True))
+        return dx, *dweights, *dbiases, None
 
 
 _apply = applied(_Projections)
