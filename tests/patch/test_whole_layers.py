@@ -449,6 +449,19 @@ def test_autocast_to_the_model_s_own_dtype_casts_nothing(served):
         assert torch.nn.functional.cosine_similarity(one.double().ravel(), other.double().ravel(), 0) > 0.99
 
 
+def test_a_report_counts_the_layers_that_run_as_one_op(served):
+    apply()
+    model = small()
+    assert not tilekern.report(model).whole
+    for _ in range(2):
+        step(model)
+    assert tilekern.report(model).whole == {"model.layers.0": 2, "model.layers.1": 2}
+    assert "layers as one op: 2, 4 times in all" in str(tilekern.report(model)).splitlines()
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    step(model)
+    assert tilekern.report(model).whole == {"model.layers.1": 3}
+
+
 def test_weights_of_float32_train_by_it_under_autocast(served):
     """As TRL's trainers train, unless they are told a dtype."""
     with torch.autocast("cpu", torch.bfloat16):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
-from tilekern.patch import adapters, experts, fp8, layers, loss, parallel, patcher, replacements
+from tilekern.patch import adapters, experts, fp8, layers, loss, parallel, patcher, replacements, whole_layers
 from tilekern.patch.bound_method import Bound, place_of
 from tilekern.patch.checkpointing import wraps_around
 from tilekern.patch.families import family_of, is_of_transformers, may_have_forms
@@ -103,6 +103,7 @@ class Report:
             losses, which are sums over rows, are not judged.
         substitutes: by kernel, what runs in place of a record that no cache holds, or of a composite's own choice of
             kernels.
+        whole: by path, how many calls of a decoder layer ran as one op, since one of its parts changed.
     """
 
     rows: tuple[Row, ...]
@@ -112,6 +113,7 @@ class Report:
     graphs: dict[str, str] = field(default_factory=dict)
     varying: dict[str, str] = field(default_factory=dict)
     substitutes: dict[str, str] = field(default_factory=dict)
+    whole: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """Return, for each op, whether its modules are patched, its calls, and the modules."""
@@ -128,6 +130,8 @@ class Report:
             if kernel not in shown
         ]
         lines += [f"{kernel} runs {what}" for kernel, what in self.substitutes.items()]
+        if self.whole:
+            lines.append(f"layers as one op: {len(self.whole)}, {_times(sum(self.whole.values()))} in all")
         lines += [f"graphs of {name or 'the model'}: {said}" for name, said in self.graphs.items()]
         lines += [f"rows of {kernel} may depend on others: {reason}" for kernel, reason in self.varying.items()]
         return "\n".join(lines)
@@ -192,7 +196,8 @@ def report(model: torch.nn.Module) -> Report:
     fallbacks = {kernel: counts["fallbacks"] for kernel, counts in counted.items() if counts["fallbacks"]}
     calls = {op: _calls_of(names, counted, why) for op, names in KERNELS.items()}
     graphs = {name: str(found) for name, found in graphs_of(model).items()}
-    return Report(tuple(rows), calls, fallbacks, why, graphs, dispatch.varying(), dispatch.substitutes())
+    whole = whole_layers.calls_of(model)
+    return Report(tuple(rows), calls, fallbacks, why, graphs, dispatch.varying(), dispatch.substitutes(), whole)
 
 
 def _calls_of(

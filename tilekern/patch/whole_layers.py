@@ -33,6 +33,14 @@ _PARAMETERS = ("weight", "bias")
 _RENAMES = "transformers.utils.deprecation"
 _STAND_INS = (replacements.__name__, layers.__name__)
 is_compiling = torch.compiler.is_compiling
+# What was seen of a layer's modules when its forward last looked.
+_known: WeakKeyDictionary[Any, _Seen] = WeakKeyDictionary()
+
+
+def calls_of(model: torch.nn.Module) -> dict[str, int]:
+    """Return by its path how many calls of each layer of a model ran as one op, since one of its parts changed."""
+    found = ((name, _known.get(module)) for name, module in model.named_modules())
+    return {name: seen.calls for name, seen in found if seen is not None and seen.calls}
 
 
 class Parts(NamedTuple):
@@ -111,23 +119,21 @@ def decoder(original: Function, norms: Collection[str], kinds: Mapping[str, Norm
         given = [given_of(norm, home, kinds) for norm in (*(modules[name] for name in parts.norms if name), *of_heads)]
         return None if None in given else _Seen(self, parts, replacements.ACTIVATIONS[gate])
 
-    known: WeakKeyDictionary[Any, _Seen] = WeakKeyDictionary()
-
     def whole(self: Any, x: Any, mask: Any, angles: Any, given: dict[str, Any]) -> torch.Tensor | None:
         if is_compiling() or not torch.is_grad_enabled() or type(x) not in TENSORS or not _is_alone(mask, x, given):
             return None
         is_changed = torch.nn.functional.scaled_dot_product_attention is not context_parallel.SDPA
         if is_changed or not is_from(names[parts.rotation], home, *_STAND_INS):
             return None
-        seen = known.get(self)
+        seen = _known.get(self)
         modules = seen and seen.modules(self)
         if not seen or not modules:
-            known.pop(self, None)
+            _known.pop(self, None)
             seen = look(self)
             modules = seen and seen.modules(self)
             if not seen or not modules:
                 return None
-            known[self] = seen
+            _known[self] = seen
         weights, (cos, sin) = _weights(modules, places), angles
         numbers = _numbers(modules, parts, handed, attentions, seen.activation)
         adapted = _adapters(modules, seen.adapted) if seen.adapted else ()
@@ -139,7 +145,9 @@ def decoder(original: Function, norms: Collection[str], kinds: Mapping[str, Norm
         if starts is not None and x.shape[0] != 1:
             return None
         longest = longest if isinstance(longest, int) else None
-        return decoder_layer(x, cos, sin, weights, numbers, starts, longest, adapted)
+        made = decoder_layer(x, cos, sin, weights, numbers, starts, longest, adapted)
+        seen.calls += made is not None
+        return made
 
     return layers.fused_add_rms_norm(original, norms, kinds, whole)
 
@@ -162,6 +170,7 @@ class _Seen:
     Attributes:
         activation: that of the MLP.
         adapted: the adapter of each linear layer that has one.
+        calls: how many calls ran as one op.
     """
 
     def __init__(self, layer: Any, parts: Parts, activation: str) -> None:
@@ -169,7 +178,7 @@ class _Seen:
         owned = ("", (*norms, "self_attn", "mlp")), ("self_attn", (*_PROJECTIONS, "o_proj", *parts.heads))
         self._places: list[tuple[str, str, str, str, type, Any, Any]] = []
         self.adapted: dict[str, _Places] = {}
-        found, self.activation = {"": layer}, activation
+        found, self.activation, self.calls = {"": layer}, activation, 0
 
         def see(owner: str, group: str, name: str, key: str) -> None:
             found[key] = one = _held(found[owner], group)[name]
