@@ -452,6 +452,17 @@ def test_the_report_on_a_model_has_the_share_of_its_launches(capsys, compiled, t
     assert document["model"]["share"]["percent"] == 75
 
 
+def test_a_step_under_autocast_is_looked_up(capsys, tmp_path):
+    sizes = {"hidden_size": 96, "intermediate_size": 224, "num_attention_heads": 4, "num_key_value_heads": 2}
+    fields = {"model_type": "qwen3", "head_dim": 16, "num_hidden_layers": 1, "vocab_size": 512, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    path = str(tmp_path / "config.json")
+    main([path, "--gpu", "H200", "--autocast", "--json"])
+    found = {item["kernel"]: item["problem"] for item in json.loads(capsys.readouterr().out)["model"]["problems"]}
+    assert found["fused_add_rms_norm_forward"]["dtype"] == "float32"
+    assert found["swiglu_forward"]["dtype"] == "bfloat16"
+
+
 @needs_compiler
 def test_the_report_on_a_model_is_that_of_a_preflight(capsys, monkeypatch, compiled, tmp_path):
     shutil.copytree(compiled, tmp_path / "cache")

@@ -27,12 +27,13 @@ from tilekern.runtime.requirements import PYTHON, fits
 from tilekern.spec.targets import Target
 
 
-def examine(model: str | None = None, gpu: str = "auto") -> Report:
+def examine(model: str | None = None, gpu: str = "auto", *, autocast: bool = False) -> Report:
     """Inspect this machine, and look up what would serve a model.
 
     Args:
         model: a preset, the path of a config.json or of a folder with one, or a hub id.
         gpu: the GPU, as for ``--gpu``; ``auto`` is the first one here.
+        autocast: whether the model trains weights of float32 under autocast to bfloat16.
 
     Raises:
         InputError: the model or the GPU is not known.
@@ -65,12 +66,12 @@ def examine(model: str | None = None, gpu: str = "auto") -> Report:
         tell_of_settings(report)
     report.document["model"] = None
     if model is not None:
-        tell_of_model(report, model, target)
+        tell_of_model(report, model, target, autocast=autocast)
     report.document |= {"wrong": report.wrong, "ok": not report.wrong}
     return report
 
 
-def tell_of_model(report: Report, model: str, target: Target | None) -> None:
+def tell_of_model(report: Report, model: str, target: Target | None, *, autocast: bool) -> None:
     """Report what would serve a model's training step on a GPU.
 
     Raises:
@@ -85,14 +86,15 @@ def tell_of_model(report: Report, model: str, target: Target | None) -> None:
             from tilekern.runtime.data_packages import install_or
             from tilekern.tuning.options import PlanRequest
             from tilekern.tuning.plan.choosing import plan_of
-            from tilekern.tuning.plan.steps import Steps
+            from tilekern.tuning.plan.steps import steps_of
             from tilekern.tuning.preflight import MISSING, preflight_of, share_line
     except ImportError as error:
         report.complain(f"{model} cannot be traced: {error}")
         return
     found = None
     with report.looking_at(f"the model {model}", raising=(InputError,)):
-        found = preflight_of(plan_of(PlanRequest((model,), (), (), Steps(), None), target, user_root()), target)
+        request = PlanRequest((model,), (), (), steps_of(autocast=autocast), "--autocast" if autocast else None)
+        found = preflight_of(plan_of(request, target, user_root()), target)
     if found is None:
         return
     report.document["model"] = found.as_json()
@@ -112,7 +114,7 @@ def tell_of_model(report: Report, model: str, target: Target | None) -> None:
     if lines:
         report.say("", "; ".join(lines))
     if found.missing and report.document.get("compilers", {}).get("tileiras") is None:
-        command = f"python -m tilekern.tune {shlex.quote(str(model))} --gpu {target.option}"
+        command = f"python -m tilekern.tune {shlex.quote(str(model))} --gpu {target.option}{' --autocast' * autocast}"
         report.complain(
             f"{len(found.missing)} of {len(found.needs)} problems of {found.model} have no record, and no compiler is "
             f"installed, so the model's own ops, or other kernels of the same op, run; {install_or(target)}on "

@@ -31,10 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a preset, the path of a config.json, or a hub id")
     parser.add_argument("--gpu", default="auto", help="the GPU: auto, B200, an architecture, a key or sm_90:78")
+    parser.add_argument(
+        "--autocast", action="store_true", help="MODEL trains weights of float32 under autocast: Trainer(bf16=True)"
+    )
     parser.add_argument("--json", action="store_true", dest="as_json", help="print one JSON document instead of lines")
     try:
         given = parser.parse_args(arguments)
-        report = examine(given.model, given.gpu)
+        report = examine(given.model, given.gpu, autocast=given.autocast)
     except (TilekernError, ValueError) as error:
         return _fail(str(error))
     if isinstance(sys.stdout, io.TextIOWrapper):
