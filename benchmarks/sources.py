@@ -16,7 +16,6 @@ from tilekern.cache.packs.pack import Pack
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.spec.source import source_digest
-from tilekern.tuning.carrying import HISTORY
 
 # Benchmarks that time tilekern's kernels; the other benchmarks time its Python code.
 OF_KERNELS = (
@@ -42,6 +41,9 @@ def digest_today(kernel: str) -> str | None:
 @functools.cache
 def _carried_over() -> dict[str, set[str]]:
     """Return by kernel the digests of sources from which the records of the packs were carried over to today's."""
+    # The report's alone: processes that are timed do not load the tuner.
+    from tilekern.tuning.carrying import HISTORY
+
     found: dict[str, set[str]] = {}
     for path in (Path(tilekern.__file__).parent / "prebuilt").glob("*.pack"):
         pack = Pack(path)

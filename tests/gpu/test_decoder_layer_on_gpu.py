@@ -1,5 +1,8 @@
 """A layer as one op, at the widths of real models: the bits of its parts, and not slower or larger."""
 
+from contextlib import nullcontext
+from functools import partial
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -30,13 +33,14 @@ def made(name, device="cuda", dtype=torch.bfloat16):
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="tilekern").train()
 
 
-def step(model, rows=2, tokens=384):
+def step(model, rows=2, tokens=384, around=nullcontext):
     device = model.device
     generator = torch.Generator(device).manual_seed(1)
     ids = torch.randint(0, 4096, (rows, tokens), device=device, generator=generator)
     model.zero_grad(set_to_none=True)
     torch.cuda.reset_peak_memory_stats(device)
-    loss = model(input_ids=ids, labels=ids).loss
+    with around():
+        loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     return loss.detach(), gradients, torch.cuda.max_memory_allocated(device)
@@ -126,17 +130,13 @@ def test_adapters_of_float32_are_cast_by_autocast(by_parts, served):
 def test_weights_of_float32_under_autocast(name, inside, by_parts, served):
     model = made(name, dtype=torch.float32)
 
+    casts = partial(torch.autocast, "cuda", torch.bfloat16)
+
     def autocast_step():
-        ids = torch.randint(0, 4096, (2, 384), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
-        model.zero_grad(set_to_none=True)
-        torch.cuda.reset_peak_memory_stats()
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = model(input_ids=ids, labels=ids).loss
-            if inside:
-                loss.backward()
         if not inside:
-            loss.backward()
-        return loss.detach(), [p.grad.clone() for p in model.parameters()], torch.cuda.max_memory_allocated()
+            return step(model, around=casts)
+        with casts():
+            return step(model)
 
     autocast_step()
     loss, found, most = autocast_step()

@@ -179,8 +179,8 @@ def decoder_layer(
         [batch, tokens, hidden].
     """
     dtype = product_dtype(x, cos, sin, *weights)
-    wide = torch.float32 if weights.out_norm is None and weights.down_norm is None else dtype
-    if dtype is None or dtype != x.dtype != wide or x.is_meta or is_invariant():
+    is_behind = weights.out_norm is not None or weights.down_norm is not None
+    if dtype is None or (is_behind and dtype != x.dtype) or x.is_meta or is_invariant():
         return None
     if not torch.is_grad_enabled() or not x.is_contiguous() or cos.requires_grad or sin.requires_grad:
         return None

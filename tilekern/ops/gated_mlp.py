@@ -93,12 +93,8 @@ def lora_gated_mlp(x: Tensor, layers: Sequence[Adapted]) -> Tensor:
 
 def _trained(kinds: tuple[Kind, ...], x: Tensor, *given: Any) -> Tensor:
     """Return the result of weights and factors of adapters."""
-    dtype = product_dtype(x, *given)
-    # Under autocast over half types it is another one than that of the gradients.
-    gate_weight, up_weight, down_weight = given[:3]
-    plans = None
-    if dtype is not None and x.dtype in (dtype, torch.float32):
-        plans = plans_of(x, gate_weight, up_weight, down_weight, dtype=dtype)
+    dtype, (gate_weight, up_weight, down_weight) = product_dtype(x, *given), given[:3]
+    plans = None if dtype is None else plans_of(x, gate_weight, up_weight, down_weight, dtype=dtype)
     if plans is not None:
         made: Tensor = _apply(x, *given, plans, kinds, dtype)
         return made

@@ -68,21 +68,28 @@ def mlp(
     """
     curve = curve_of("mlp", kind)
     tensors = (x, up_weight, up_bias, down_weight, down_bias)
-    run = functools.partial(_run, curve, kind)
-    made: Tensor = as_products(run, *tensors) if needs_gradient(*tensors) else run(*tensors)
+    if not needs_gradient(*tensors):
+        return _by_parts(kind, *tensors)
+    made: Tensor = as_products(functools.partial(_trained, curve, kind), *tensors)
     return made
 
 
-def _run(
+def _trained(
     curve: Curve, kind: str, x: Tensor, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor,
     down_bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
     tensors = (x, up_weight, up_bias, down_weight, down_bias)
-    plans = _found(*tensors, curve) if is_eager(*tensors) and needs_gradient(*tensors) else None
+    plans = _found(*tensors, curve) if is_eager(*tensors) else None
     if plans is None:
-        return product(activation(product(x, up_weight, up_bias), kind), down_weight, down_bias)
+        return _by_parts(kind, *tensors)
     made: Tensor = _apply(*tensors, curve, plans)
     return made
+
+
+def _by_parts(
+    kind: str, x: Tensor, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor, down_bias: Tensor | None
+) -> Tensor:
+    return product(activation(product(x, up_weight, up_bias), kind), down_weight, down_bias)
 
 
 def _found(

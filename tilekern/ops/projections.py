@@ -36,8 +36,7 @@ def projections(x: Tensor, *weights: Tensor, biases: Sequence[Tensor | None] = (
     """
     given = biases or (None,) * len(weights)
     dtype = product_dtype(x, *weights, *given) if needs_gradient(x, *weights, *given) else None
-    # Under autocast over half types it is another one than that of the gradients.
-    if dtype is not None and x.dtype in (dtype, torch.float32):
+    if dtype is not None:
         return _apply(x, *weights, *given, dtype)
     is_bare = len(weights) == _JOINED and not any(bias is not None for bias in given)
     joined = few_rows.projections(x, *weights) if is_bare else None

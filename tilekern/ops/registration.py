@@ -229,14 +229,21 @@ def is_eager(x: Tensor, *others: Tensor | None) -> bool:
 
 
 def product_dtype(x: Tensor, *others: Tensor | None) -> torch.dtype | None:
-    """Return the dtype of products of some tensors, autocast's if that casts; None if traced, or of several dtypes."""
+    """Return the dtype of products of some tensors, that of autocast if it casts float32.
+
+    It is None if they are traced, of several dtypes, or of a half type that autocast casts to another one, since
+    gradients of that type are no results of products.
+    """
     if is_traced(x):
         return None
     dtype = x.dtype
     for other in others:
         if other is not None and other.dtype != dtype:
             return None
-    return autocast_dtype(x.device.type) if dtype != torch.float64 and is_autocast(x) else dtype
+    if dtype == torch.float64 or not is_autocast(x):
+        return dtype
+    cast = autocast_dtype(x.device.type)
+    return cast if dtype in (cast, torch.float32) else None
 
 
 def as_products(call: Callable[..., Any], *tensors: Tensor | None) -> Any:
