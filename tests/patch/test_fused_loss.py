@@ -372,6 +372,29 @@ def test_compiled_evaluation_without_logits_and_under_autocast():
     as_exact(patched, plain, exact)
 
 
+@pytest.mark.parametrize(
+    "home", ["torch.distributed.fsdp._fully_shard._fsdp_state", "deepspeed.runtime.zero.parameter_offload"]
+)
+def test_a_head_whose_weight_is_whole_between_its_hooks_alone(home):
+    model = make()
+    reference, before = step(model), fused()
+    head, weight = model.lm_head, model.lm_head.weight.data
+
+    def gather(*_):
+        head.weight.data = weight
+
+    def free(module, given, loss):
+        head.weight.data = weight.new_empty(0)
+        loss.register_hook(gather)
+
+    gather.__module__ = free.__module__ = home
+    apply(**ALONE)
+    head.register_forward_pre_hook(gather)
+    head.register_forward_hook(free)
+    assert worst(step(model), reference) < 1e-6
+    assert fused() == before + 1
+
+
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_a_compiled_head_that_fsdp_gathers_has_the_model_s_own_loss_and_a_warning():
@@ -384,7 +407,7 @@ def test_a_compiled_head_that_fsdp_gathers_has_the_model_s_own_loss_and_a_warnin
     held(model, lambda _: apply(**ALONE), step, {NAME: 1})
     reference, before = step(model), fused()
     apply(**ALONE)
-    with pytest.warns(UserWarning, match="FSDP gathers its head.*compile the layers"):
+    with pytest.warns(UserWarning, match="hooks gather its head.*compile the layers"):
         assert worst(step(in_one_graph(model)), reference) < 1e-6
     assert fused() == before
 

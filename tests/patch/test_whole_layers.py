@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import tilekern
+from tilekern.errors import TilekernWarning
 from tilekern.patch import families, matching, whole_layers
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -237,6 +238,20 @@ def hooked(name):
         return lambda: (handle.remove(), seen)[1]
 
     return change
+
+
+def test_it_is_said_how_deepspeed_gathers_a_layer_at_once(served):
+    def gather(*_):
+        """As DeepSpeed's hook."""
+
+    gather.__module__ = "deepspeed.runtime.zero.parameter_offload"
+    apply()
+    model = small()
+    for module in model.modules():
+        module.register_forward_pre_hook(gather)
+    with pytest.warns(TilekernWarning, match=r'"leaf_module": .*modeling_qwen3.Qwen3DecoderLayer"'):
+        step(model)
+    assert not served
 
 
 def of_its_own(name):

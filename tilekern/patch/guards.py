@@ -21,6 +21,8 @@ _REPLACEMENTS = "tilekern.patch.replacements"
 
 SUBCLASS = "a subclass of Tensor"
 COMPILED = "torch.compile"
+# Where hooks are from that gather a module's weights and free them again: FSDP2's, and DeepSpeed's at ZeRO-3.
+FSDP, ZERO = "torch.distributed.fsdp.", "deepspeed."
 SHAPES = "shapes or dtypes that the op does not take"
 
 
@@ -89,6 +91,12 @@ def has_hooks(module: Any) -> bool:
         )  # fmt: skip
     except (AttributeError, KeyError):
         return has_global_hooks()
+
+
+def hooks_are_of(module: Any, *homes: str) -> bool:
+    """Return whether the hooks around a module's forward, if any, are all of packages whose names begin so."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return all(str(getattr(hook, "__module__", "")).startswith(homes) for hook in hooks)
 
 
 def has_global_hooks() -> bool:

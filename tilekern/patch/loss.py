@@ -13,11 +13,14 @@ from tilekern.ops.registration import scalar
 from tilekern.patch import context_parallel, parallel, patterns
 from tilekern.patch.digests import Table, definition_of
 from tilekern.patch.guards import (
+    FSDP,
+    ZERO,
     constant_in_graphs,
     count_own,
     forward_of,
     has_global_hooks,
     has_hooks,
+    hooks_are_of,
     is_from,
     is_plain,
 )
@@ -126,18 +129,16 @@ def _say(message: str) -> None:
 
 
 def _other_than_linear(head: Any) -> str:
-    """Return why calling a head is more than a linear layer with FSDP's hooks; empty if it is not."""
+    """Return why calling a head is more than a linear layer with hooks that gather it; empty if it is not."""
     kind = type(head)
     if not isinstance(head, torch.nn.Linear):
         return f"its head is {kind.__name__} of {kind.__module__}"
     if not is_from(forward_of(head), torch.nn.Linear.__module__) and not _is_shared(head):
         return f"its head is {kind.__name__} with a forward of its own"
-    hooks = (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
-    sharding = all(str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.") for hook in hooks)
-    if has_global_hooks() or head._backward_hooks or head._backward_pre_hooks or not sharding:
+    if has_global_hooks() or head._backward_hooks or head._backward_pre_hooks or not hooks_are_of(head, FSDP, ZERO):
         return "its head has hooks"
-    if hooks and torch.compiler.is_compiling():
-        reason = "FSDP gathers its head, whose hooks torch.compile cannot have around another function"
+    if has_hooks(head) and torch.compiler.is_compiling():
+        reason = "hooks gather its head, which torch.compile cannot have around another function"
         _say(f"the fused loss does not run: {reason}; compile the layers and not the whole model")
         return reason
     return ""
@@ -184,7 +185,7 @@ def _loss(
 
     if not head._forward_pre_hooks:
         return compute(hidden)
-    # Under FSDP the head's weight is complete only between the hooks around its forward.
+    # The weight of a sharded head is complete only between the hooks around its forward.
     head.forward = compute
     try:
         return head(hidden)

@@ -17,10 +17,20 @@ from tilekern.ops.decoder_layer import Numbers, Weights, decoder_layer
 from tilekern.ops.lora_linear import Adapted, Adapter
 from tilekern.patch import adapters, context_parallel, layers, patterns, replacements
 from tilekern.patch.attention import HEEDED, attend
-from tilekern.patch.guards import TENSORS, bare_weights, forward_of, has_global_hooks, has_hooks, is_from
+from tilekern.patch.guards import (
+    TENSORS,
+    ZERO,
+    bare_weights,
+    forward_of,
+    has_global_hooks,
+    has_hooks,
+    hooks_are_of,
+    is_from,
+)
 from tilekern.patch.layers import given_of
 from tilekern.patch.table import Norm
 from tilekern.patch.told import ToldMask
+from tilekern.warning import warn_once
 
 Function = Callable[..., Any]
 _HEEDED = HEEDED.union(patterns.CACHES) - {"cache_position"}
@@ -132,6 +142,7 @@ def decoder(original: Function, norms: Collection[str], kinds: Mapping[str, Norm
             seen = look(self)
             modules = seen and seen.modules(self)
             if not seen or not modules:
+                _say_how_to_gather(self)
                 return None
             _known[self] = seen
         weights, (cos, sin) = _weights(modules, places), angles
@@ -160,6 +171,18 @@ class _Places(NamedTuple):
     a: str
     b: str
     dropout: str
+
+
+def _say_how_to_gather(layer: Any) -> None:
+    """Warn once if ZeRO-3 gathers each module of a layer on its own."""
+    mlp = layer.mlp
+    if has_hooks(mlp) and hooks_are_of(mlp, ZERO):
+        kind = type(layer)
+        warn_once(
+            f"DeepSpeed gathers each module of {kind.__name__} on its own, so that its kernels run one by one, or not "
+            f'at all; "leaf_module": {{"classes": ["{kind.__module__}.{kind.__qualname__}"]}} under '
+            """"zero_optimization" in DeepSpeed's config has it gather a layer, which then runs as one op"""
+        )
 
 
 class _Seen:
