@@ -29,7 +29,7 @@ from tilekern.kernels.fp8.blocks import SPEC as BLOCKS
 from tilekern.kernels.fp8.weight_blocks import SPEC as WEIGHT
 from tilekern.ops.foreseen import written
 from tilekern.ops.fp8_linear import E4M3, Format, Layer, Rounded, launched, layers_of, linears
-from tilekern.ops.registration import applied, as_rows, differentiable_once, shaped
+from tilekern.ops.registration import applied, as_rows, differentiable_once, shaped, uncast
 from tilekern.spec import cdiv
 
 
@@ -115,7 +115,8 @@ def multiplied(
     c = launched(PRODUCT, left, right, down, across, dtype, bias, addend, over_rows=over_rows)
     if c is not None:
         return c
-    c = block_product(left, right, down, across, bias, dtype, over_rows=over_rows)
+    with uncast(left.device.type):
+        c = block_product(left, right, down, across, bias, dtype, over_rows=over_rows)
     return c if addend is None else addend.add_(c)
 
 

@@ -7,6 +7,7 @@ of x what a linear layer of 8-bit floats does; the gate's result is computed aga
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,15 +39,13 @@ from tilekern.ops.gated_mlp import gated_mlp
 from tilekern.ops.geglu import geglu
 from tilekern.ops.registration import (
     applied,
+    as_products,
     as_rows,
-    cast_as_products,
     check_tensors,
     differentiable_once,
-    is_autocast,
     is_eager,
     needs_gradient,
     shaped,
-    uncast,
 )
 from tilekern.ops.swiglu import swiglu
 from tilekern.runtime.dispatch import count_fallback
@@ -80,13 +79,10 @@ def fp8_gated_mlp(
     Raises:
         ValueError: shapes or devices do not fit, or the activation is unknown.
     """
-    weights: Sequence[Tensor] = (gate_weight, up_weight, down_weight)
+    weights = gate_weight, up_weight, down_weight
     _check(x, weights, activation)
-    if is_autocast(x):
-        x, *weights = cast_as_products(x, *weights)
-        with uncast(x.device.type):
-            return _run(x, weights, activation)
-    return _run(x, weights, activation)
+    made: Tensor = as_products(functools.partial(_run, activation), x, *weights)
+    return made
 
 
 def _check(x: Tensor, weights: Sequence[Tensor], activation: str) -> None:
@@ -101,7 +97,7 @@ def _check(x: Tensor, weights: Sequence[Tensor], activation: str) -> None:
     check_tensors("fp8_gated_mlp", x=x, gate_weight=gate, up_weight=up, down_weight=down)
 
 
-def _run(x: Tensor, weights: Sequence[Tensor], activation: str) -> Tensor:
+def _run(activation: str, x: Tensor, *weights: Tensor) -> Tensor:
     graded = needs_gradient(x, *weights)
     if is_eager(x, *weights) and not why_not(x, graded, weights):
         run: Callable[..., Tensor] = _call if graded else _plain

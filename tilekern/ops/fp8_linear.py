@@ -21,6 +21,7 @@ torch's linear layer runs.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -44,11 +45,10 @@ from tilekern.ops.kept import is_kept
 from tilekern.ops.linear import product
 from tilekern.ops.registration import (
     applied,
+    as_products,
     as_rows,
-    cast_as_products,
     check_devices,
     differentiable_once,
-    is_autocast,
     is_eager,
     needs_gradient,
     shaped,
@@ -123,12 +123,9 @@ def linears(how: Format, x: Tensor, layers: Sequence[Layer]) -> tuple[Tensor, ..
     """
     for weight, bias in layers:
         _check(how.op, x, weight, bias)
-    parameters = [part for layer in layers for part in layer]
-    if is_autocast(x):
-        x, *parameters = cast_as_products(x, *parameters)
-        with uncast(x.device.type):
-            return _run(how, x, *parameters)
-    return _run(how, x, *parameters)
+    parameters = (part for layer in layers for part in layer)
+    made: tuple[Tensor, ...] = as_products(functools.partial(_run, how), x, *parameters)
+    return made
 
 
 def _check(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -274,7 +271,8 @@ def multiplied(
         c = cublaslt.scaled_product(left, right, down, across, flat, addend)
     if c is not None:
         return c
-    c = scaled_product(left, right, down, across, bias, dtype)
+    with uncast(left.device.type):  # torch's operations may be products of float32
+        c = scaled_product(left, right, down, across, bias, dtype)
     return c if addend is None else addend.add_(c)
 
 

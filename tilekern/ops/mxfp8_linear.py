@@ -28,7 +28,7 @@ from tilekern.kernels.fp8.mx_product import mx_product
 from tilekern.kernels.fp8.mx_scales import SCALES, mx_rows
 from tilekern.ops.foreseen import written
 from tilekern.ops.fp8_linear import E4M3, Format, Layer, Rounded, launched, layers_of, linears
-from tilekern.ops.registration import applied, as_rows, differentiable_once, shaped
+from tilekern.ops.registration import applied, as_rows, differentiable_once, shaped, uncast
 from tilekern.spec import cdiv
 
 
@@ -95,7 +95,8 @@ def multiplied(
     c = launched(PRODUCT, left, right, down, across, dtype, bias, addend, over_rows=over_rows)
     if c is not None:
         return c
-    c = mx_product(left, right, down, across, bias, dtype)
+    with uncast(left.device.type):
+        c = mx_product(left, right, down, across, bias, dtype)
     return c if addend is None else addend.add_(c)
 
 
