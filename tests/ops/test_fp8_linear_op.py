@@ -142,9 +142,9 @@ def test_eight_bits_are_kept_of_the_input_and_nothing_of_a_frozen_weights():
     weights = [((48, 64), torch.bfloat16), ((32, 64), torch.bfloat16)]
     scales = [((48,), torch.float32), ((32,), torch.float32)]
     numbers = [((80, 64), torch.float8_e4m3fn), ((80,), torch.float32)]
-    assert kept(x, layers) == [*numbers, *weights, *scales]
+    assert kept(x, layers) == [*scales, *numbers, *weights]
     frozen = [(weight.detach(), None) for weight, _ in layers]
-    assert kept(x, frozen) == [*weights, *scales]
+    assert kept(x, frozen) == [*scales, *weights]
     assert kept(x.detach(), layers) == numbers
 
 
