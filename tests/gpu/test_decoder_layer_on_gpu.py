@@ -8,7 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tilekern
+import tilekern.fp8
 from tilekern.patch import whole_layers
+from tilekern.spec.targets import here
 from tilekern.tuning.plan.configs import config_named
 
 pytestmark = pytest.mark.gpu
@@ -112,6 +114,31 @@ def test_a_step_has_the_loss_of_its_parts_bit_by_bit_and_their_gradients(name, l
     again = step(model)
     assert torch.equal(loss, again[0])
     assert all(map(torch.equal, found, again[1]))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("format", ["rowwise", "blockwise"])
+def test_a_step_of_8_bit_floats_has_the_bits_of_its_parts(name, format, by_parts, served):
+    if not here().has_fp8:
+        pytest.skip("8-bit floats need a GPU of sm_90 or newer")
+    model = made(name)
+    tilekern.fp8.convert(model, format=format)
+    step(model)
+    loss, found, most = step(model)
+    assert len(served) == 4
+    assert None not in [y if y is None else 0 for y in served]
+    assert set(tilekern.report(model).whole.values()) == {2}
+    expected, theirs, usual = by_parts(lambda: step(model))
+    assert torch.equal(loss, expected)
+    learnt = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+    for where, one, other in zip(learnt, found, theirs, strict=True):
+        # In the first layer, gradients of other roundings of the second one's input are rounded to 8 bits.
+        assert torch.nn.functional.cosine_similarity(one.double().ravel(), other.double().ravel(), 0) > 0.99, where
+        if ".layers.1." in where and "input_layernorm" not in where:
+            assert torch.equal(one, other), where
+    assert most <= 1.01 * usual
+    again = step(model)
+    assert all(map(torch.equal, [loss, *found], [again[0], *again[1]]))
 
 
 def test_adapters_of_float32_are_cast_by_autocast(by_parts, served):

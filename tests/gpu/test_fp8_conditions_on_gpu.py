@@ -135,7 +135,7 @@ def test_queries_and_keys_are_kept_once_and_the_bits_are_the_same(monkeypatch):
     found, kept = [], []
     for is_lean in (True, False):
         if not is_lean:
-            monkeypatch.setattr("tilekern.patch.fp8.is_converted", lambda _: False)
+            monkeypatch.setattr("tilekern.ops.fp8_layer_products.Fp8Products.is_lean", False)
         model = training.made(patched=True)
         found.append(training.step(model))  # which compiles
         model.zero_grad()

@@ -8,13 +8,22 @@ import pytest
 import torch
 from op_samples import assert_near, launched_by
 from tolerances import REORDERED
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import tilekern
 from tilekern import ops
+from tilekern.kernels.fp8.scales import scaled_rows
+from tilekern.ops import fp8_layer_products
 from tilekern.ops.decoder_layer import Numbers, Weights, decoder_layer
+from tilekern.ops.fp8_block_linear import fp8_block_linears
+from tilekern.ops.fp8_gated_mlp import fp8_gated_mlp
+from tilekern.ops.fp8_linear import fp8_linears
 from tilekern.ops.gated_mlp import lora_gated_mlp
+from tilekern.ops.kept import tell_kept
 from tilekern.ops.lora_linear import Adapted, Adapter, lora_linears
+from tilekern.ops.mxfp8_linear import mxfp8_linears
+from tilekern.ops.rounded_weight import RoundedWeight
 
 BATCH, TOKENS, HIDDEN, HEADS, KV_HEADS, SIZE, INNER = 2, 7, 24, 4, 2, 16, 40
 EPS = (1e-6, 1e-5, 3e-6, 2e-6)
@@ -115,7 +124,9 @@ def drawn(case: Case, dtype: torch.dtype = torch.float32) -> tuple[list[Any], Nu
     return given, numbers
 
 
-def by_parts(x, cos, sin, weights, numbers, starts, longest, adapters):
+def by_parts(
+    x, cos, sin, weights, numbers, starts, longest, adapters, *, linears=lora_linears, mlp=lora_gated_mlp, lean=False
+):
     adapted = dict(zip(LINEAR, adapters or [None] * 7, strict=True))
 
     def layers(*names):
@@ -131,7 +142,7 @@ def by_parts(x, cos, sin, weights, numbers, starts, longest, adapters):
     mode = "llama" if numbers.cast else "gemma"
     options, eps = {"offset": numbers.offset, "casting_mode": mode}, numbers.eps
     rows = ops.rms_norm(x, weights.norm, eps[0], **options)
-    made = lora_linears(rows, layers("q", "k", "v"))
+    made = linears(rows, layers("q", "k", "v"))
     q, k, v = (y.view(*y.shape[:2], -1, SIZE) for y in made)
     if weights.q_norm is not None:
         q, k = ops.qk_norm_rope(q, k, weights.q_norm, weights.k_norm, cos, sin, eps[1], **options)
@@ -140,17 +151,20 @@ def by_parts(x, cos, sin, weights, numbers, starts, longest, adapters):
     # Under autocast norms and angles of float32 widen q and k.
     q, k = q.to(v.dtype), k.to(v.dtype)
     of_scores = {"scale": numbers.scale, "window": numbers.window, "softcap": numbers.softcap}
-    out = ops.attention(q, k, v, **of_scores, cu_seqlens=starts, max_seqlen=longest)
-    made = lora_linears(out.flatten(2), layers("out"))[0].to(x.dtype)
+    out = ops.attention(q, k, v, **of_scores, cu_seqlens=starts, max_seqlen=longest, lean=lean)
+    tell_kept(out)
+    made = linears(out.flatten(2), layers("out"))[0].to(x.dtype)
     if weights.out_norm is None:
         total, rows = ops.fused_add_rms_norm(x, made, weights.mlp_norm, eps[2], **options)
     else:
         total, rows = ops.fused_rms_norm_add_rms_norm(x, made, weights.out_norm, weights.mlp_norm, eps[2], **options)
-    if numbers.activation == "silu":
-        y = lora_gated_mlp(rows, layers("gate", "up", "down"))
+    if mlp is not lora_gated_mlp:
+        y = mlp(rows, weights.gate, weights.up, weights.down, numbers.activation)
+    elif numbers.activation == "silu":
+        y = mlp(rows, layers("gate", "up", "down"))
     else:
-        active = ops.geglu(*lora_linears(rows, layers("gate", "up")), tanh=numbers.activation == "gelu_tanh")
-        (y,) = lora_linears(active, layers("down"))
+        active = ops.geglu(*linears(rows, layers("gate", "up")), tanh=numbers.activation == "gelu_tanh")
+        (y,) = linears(active, layers("down"))
     if weights.down_norm is None:
         return total + y
     return ops.fused_rms_norm_add(total, y, weights.down_norm, eps[3], **options)
@@ -406,3 +420,112 @@ def test_without_gradients_in_the_invariant_mode_and_between_half_types_parts_ru
 def test_without_a_kernel_its_parts_run_and_say_so(without_interpreter):
     given, numbers = drawn(CASES["llama"])
     assert decoder_layer(*given[:4], numbers) is None
+
+
+def of_format(linears, mlp=None):
+    """The parts of a layer of 8-bit floats."""
+
+    def of_layers(x, layers):
+        return linears(x, [(layer.weight, layer.bias) for layer in layers])
+
+    def by_linears(x, gate, up, down, activation):
+        made = linears(x, [(gate, None), (up, None)])
+        active = ops.swiglu(*made) if activation == "silu" else ops.geglu(*made, tanh=activation == "gelu_tanh")
+        return linears(active, [(down, None)])[0]
+
+    return partial(by_parts, linears=of_layers, mlp=mlp or by_linears, lean=True)
+
+
+FORMATS = {
+    "rowwise": (fp8_layer_products.ROWWISE, of_format(fp8_linears, fp8_gated_mlp)),
+    "blockwise": (fp8_layer_products.BLOCKWISE, of_format(fp8_block_linears)),
+    "mxfp8": (fp8_layer_products.MXFP8, of_format(mxfp8_linears)),
+}
+UNGRADED = "a frozen first layer but for a norm of heads"
+OF_FORMATS = [("rowwise", name) for name, case in CASES.items() if not case.adapted and name != UNGRADED]
+OF_FORMATS += [(format, name) for format in ("blockwise", "mxfp8") for name in ("qwen3", "gemma2", "products alone")]
+
+
+def eight_bits(format):
+    products, parts = FORMATS[format]
+
+    def whole(x, cos, sin, weights, numbers, starts=None, longest=None, adapters=()):
+        return decoder_layer(x, cos, sin, weights, numbers, starts, longest, adapters, products)
+
+    return whole, parts
+
+
+@pytest.mark.parametrize(("format", "name"), OF_FORMATS)
+def test_of_8_bit_floats_it_has_the_bits_and_the_launches_of_its_parts(format, name):
+    (whole, parts), (given, numbers) = eight_bits(format), drawn(CASES[name], torch.bfloat16)
+    ours, theirs, launches = [], [], []
+    for found, way in ((ours, whole), (theirs, parts)):
+        launches.append(launched_by(lambda found=found, way=way: found.extend(run(way, given, numbers))))
+    learning = [leaf for leaf in leaves(given) if leaf is given[0] or leaf is given[3].norm]
+    # The gradients of the sum and of the first norm are one launch, which rounds once.
+    count = 0 if CASES[name].around else len(learning)
+    assert all(map(torch.equal, [ours[0], *ours[1 + count :]], [theirs[0], *theirs[1 + count :]]))
+    for one, other in zip(ours[1 : 1 + count], theirs[1 : 1 + count], strict=True):
+        assert (one.double() - other.double()).norm() < 0.01 * other.double().norm()
+    together, apart = launches
+    kind = "_offset" if numbers.offset or not numbers.cast else ""
+    if count:
+        assert apart.pop(f"rms_norm{kind}_backward") == 1
+        apart[f"fused_add_rms_norm{kind}_backward"] += 1
+    assert together == apart
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_of_8_bit_floats_it_keeps_no_more_than_its_parts(format):
+    (whole, parts), (given, numbers) = eight_bits(format), drawn(CASES["qwen3"], torch.bfloat16)
+    ours, theirs = (kept_by(way, given, numbers) for way in (whole, parts))
+    # Hooks pack tensors here, so that the parts keep the rotated q and k.
+    assert ours <= theirs - 2 * BATCH * TOKENS * (HEADS + KV_HEADS) * SIZE
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_of_8_bit_floats_it_runs_in_checkpoints_under_hooks_and_under_autocast_to_its_dtype(format):
+    (whole, _), (given, numbers) = eight_bits(format), drawn(CASES["qwen3"], torch.bfloat16)
+    expected = run(whole, given, numbers)
+
+    def again(*arguments):
+        return checkpoint(whole, *arguments, use_reentrant=False)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        copied = run(whole, given, numbers)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = run(whole, given, numbers)
+    for found in (run(again, given, numbers), copied, cast):
+        assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "frozen"])
+def test_weights_that_were_rounded_before_give_the_same_bits(name):
+    """As FSDP2 gathers them."""
+    whole, _ = eight_bits("rowwise")
+    (x, cos, sin, weights, *rest), numbers = drawn(CASES[name], torch.bfloat16)
+    expected = run(whole, [x, cos, sin, weights, *rest], numbers)
+    rounded = {
+        name: RoundedWeight(*scaled_rows(weight.detach()), weight.dtype).requires_grad_(weight.requires_grad)
+        for name, weight in weights._asdict().items()
+        if name in LINEAR
+    }
+    found = run(whole, [x, cos, sin, weights._replace(**rounded), *rest], numbers)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_what_8_bit_floats_do_not_serve_runs_by_parts():
+    whole, _ = eight_bits("rowwise")
+    for name in (UNGRADED, "adapters on all"):  # where q, k and v have few rows without a gradient; adapters
+        given, numbers = drawn(CASES[name], torch.bfloat16)
+        assert whole(*given[:4], numbers, *given[4:]) is None
+    for dtype in (torch.float32, torch.float64):
+        given, numbers = drawn(CASES["llama"], dtype)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert whole(*given[:4], numbers) is None
+    given, numbers = drawn(CASES["llama"], torch.bfloat16)
+    with tilekern.invariant():
+        assert whole(*given[:4], numbers) is None
+    with forward_ad.dual_level():
+        assert whole(*given[:4], numbers) is None
+    assert whole(*given[:4], numbers) is not None

@@ -15,8 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tilekern
 from tilekern.kernels.fp8.scales import scaled_rows
+from tilekern.ops.fp8_block_linear import fp8_block_linear
 from tilekern.ops.fp8_linear import fp8_linear, fp8_linears
 from tilekern.ops.kept import tell_kept
+from tilekern.ops.mxfp8_linear import mxfp8_linear
 from tilekern.ops.rounded_weight import RoundedWeight
 
 # What rounding two operands to 4 significant bits leaves of a product's norm: 2^-5 / sqrt(3) for each, and a margin.
@@ -140,10 +142,21 @@ def test_eight_bits_are_kept_of_the_input_and_nothing_of_a_frozen_weights():
     weights = [((48, 64), torch.bfloat16), ((32, 64), torch.bfloat16)]
     scales = [((48,), torch.float32), ((32,), torch.float32)]
     numbers = [((80, 64), torch.float8_e4m3fn), ((80,), torch.float32)]
-    assert kept(x, layers) == [*numbers, *weights, *scales]
+    assert kept(x, layers) == [*scales, *numbers, *weights]
     frozen = [(weight.detach(), None) for weight, _ in layers]
-    assert kept(x, frozen) == [*weights, *scales]
+    assert kept(x, frozen) == [*scales, *weights]
     assert kept(x.detach(), layers) == numbers
+
+
+@pytest.mark.parametrize("interpreted", ["0", "1"])
+@pytest.mark.parametrize("op", [fp8_linear, fp8_block_linear, mxfp8_linear])
+def test_autocast_to_the_dtype_of_the_layer_changes_no_bit(monkeypatch, op, interpreted):
+    """As trainers train with ``bf16=True``."""
+    monkeypatch.setenv("TILEKERN_INTERPRET", interpreted)
+    x, ((weight, bias),) = leaves(80, 128, (48,), biased=True)
+    expected = op(x, weight, bias)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(op(x, weight, bias), expected)
 
 
 def test_autocast_casts_as_for_a_linear_layer():

@@ -158,6 +158,7 @@ def compare_gathering(row):
         "whole": {"mp_policy": MIXED, "reshard_after_forward": False},
         "singly": {"mp_policy": MIXED, "singly": True},
         "patched": {"mp_policy": MIXED, "patched": True},
+        "layers as one op": {"mp_policy": MIXED, "patched": True, "attention": "tilekern"},
         "hybrid": {"mp_policy": MIXED, "mesh": of_copies(1, 2)},
     }
     for name, settings in ways.items() if DEVICE == "cpu" else [("mixed", ways["mixed"])]:
@@ -177,7 +178,11 @@ def trained(row, gathered, settings):
         # Layers that share their input are one op.
         tilekern.apply()
     settings = {name: setting for name, setting in settings.items() if name != "patched"}
-    model, total = sharded(made(), gathered=gathered, **settings), [0, 0]
+    is_whole, attention = "attention" in settings, settings.pop("attention", "eager")
+    os.environ["TILEKERN_INTERPRET"] = str(int(is_whole))
+    dispatch.forget()
+    config = transformers.Qwen3Config(**SIZES | {"attn_implementation": attention})
+    model, total = sharded(made(config=config), gathered=gathered, **settings), [0, 0]
     original = getattr(dist, ALL_GATHER)
 
     def counting(output_tensor, input_tensor, *arguments, **options):
@@ -198,6 +203,7 @@ def trained(row, gathered, settings):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         total[1] += 1 if "reshard_after_forward" in settings else 2
+    assert len(tilekern.report(model).whole) == (2 if is_whole else 0)
     setattr(dist, ALL_GATHER, original)
     with torch.no_grad():
         found.append(model(input_ids=row).logits)

@@ -3,8 +3,9 @@
 The launches are those of the ops it is made of, with the same bits in the forward. Between ops the host makes views and
 nodes of autograd and calls modules, which takes as long as the launches: steps of small models wait for that. In the
 backward the gradients of a norm and of the sum before it are one launch, as in ``fused_add_rms_norm``; of the first
-norm too, where two ops would launch twice and add, unless attention has a norm behind it. Products may have adapters,
-as in ``lora_linear``. What is frozen has no gradient, and what only that would read is not kept.
+norm too, where two ops would launch twice and add, unless attention has a norm behind it. Products are those of
+:mod:`tilekern.ops.layer_products`: torch's, with adapters, or of 8-bit floats. What is frozen has no gradient, and what
+only that would read is not kept.
 
 It is written by hand and not declared, as it is a sequence of other ops' launches. Where it does not serve a call its
 parts run as ops of their own, so there is nothing to register and no formula.
@@ -12,6 +13,7 @@ parts run as ops of their own, so there is nothing to register and no formula.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -29,23 +31,11 @@ from tilekern.ops import (  # noqa: F401 (declared)
     rms_norm,
     rope,
 )  # fmt: skip
-from tilekern.ops.gated_mlp import kept, launched, launched_backward
-from tilekern.ops.gated_mlp import plans_of as plans_of_mlp
-from tilekern.ops.lora_linear import (
-    Adapter,
-    adapters_of,
-    are_served,
-    cast_factors,
-    factor_gradients,
-    flat,
-    low_gradient,
-    products,
-    rows_gradient,
-)
+from tilekern.ops.layer_products import TORCH, Products, Wanted
+from tilekern.ops.lora_linear import Adapter, adapters_of, cast_factors, flat
 from tilekern.ops.operation import FUNCTIONS
 from tilekern.ops.packing import check_starts
 from tilekern.ops.packing import longest as longest_of
-from tilekern.ops.projections import gradient
 from tilekern.ops.registration import (
     applied,
     check_softcap,
@@ -128,8 +118,8 @@ class _Norms(NamedTuple):
 class _Plans(NamedTuple):
     """The ops of a layer's norms, and the plans of a layer's ops.
 
-    ``turn`` is of ``qk_norm_rope`` or ``rope``, ``add_norm`` of the first sum and its norms, ``mlp`` has one of each
-    direction, ``last`` is of the norm behind the MLP and its sum; empty without one.
+    ``turn`` is of ``qk_norm_rope`` or ``rope``, ``add_norm`` of the first sum and its norms, ``mlp`` of the products'
+    MLP, ``last`` of the norm behind the MLP and its sum; empty without one.
     """
 
     norms: _Norms
@@ -156,13 +146,13 @@ _COUNT = len(Weights._fields)
 
 def decoder_layer(
     x: Tensor, cos: Tensor, sin: Tensor, weights: Weights, numbers: Numbers, starts: Tensor | None = None,
-    longest: int | None = None, adapters: Sequence[Adapter | None] = (),
+    longest: int | None = None, adapters: Sequence[Adapter | None] = (), products: Products = TORCH,
 ) -> Tensor | None:  # fmt: skip
     """Return the output of a layer, or None if its ops are to run one by one.
 
     They are, if nothing up to the attention needs a gradient, in a trace, in the invariant mode, for weights of another
-    dtype than ``x``, for factors of adapters of one that autocast does not cast, or where a kernel is missing. With
-    norms behind its halves, which round to autocast's dtype, they are under autocast over float32.
+    dtype than ``x``, if ``products`` do not serve the call, or where a kernel is missing. With norms behind its halves,
+    which round to autocast's dtype, they are under autocast over float32.
 
     Under autocast over float32 the sums, norms and their gradients are of float32, and all else of autocast's dtype, as
     in the ops one by one. Each matrix is cast once, in both directions, and the products of weights' gradients are not
@@ -174,6 +164,7 @@ def decoder_layer(
         weights, numbers: the parameters of the layer, and its numbers.
         starts, longest: ``cu_seqlens`` and ``max_seqlen`` of :func:`tilekern.ops.attention`.
         adapters: of q, k, v, out, gate, up and down, None for one without; or empty.
+        products: how the layer multiplies.
 
     Returns:
         [batch, tokens, hidden].
@@ -190,20 +181,22 @@ def decoder_layer(
     of_norms = weights.norm, weights.q_norm, weights.k_norm, weights.out_norm, weights.mlp_norm, weights.down_norm
     read = x, cos, sin, starts, *of_norms
     # Else the parts keep nothing of the attention.
-    learns = needs_gradient(x, *weights[:9], *factors[:6]) and (not adapters or are_served(x, adapters))
+    learns = needs_gradient(x, *weights[:9], *factors[:6]) and products.serve(x, dtype, adapters)
     if not learns or any(a is not None and a.data_ptr() % _ALIGNED for a in read):
         return None
     if numbers.offset and weights.q_norm is not None:
         # Whose op reads each angle once.
         cos, sin = (angles.narrow(-1, 0, numbers.head_dim // 2) for angles in (cos, sin))
-    plans = _plans_of(x, cos, sin, weights, numbers, dtype)
+    plans = _plans_of(x, cos, sin, weights, numbers, dtype, products)
     if not plans:
         return None
     if starts is not None:
         check_starts("attention", starts, x.shape[1], longest)
         longest = longest_of(starts, x.shape[1]) if longest is None else longest
     try:
-        made: Tensor = _apply(x, *weights, *factors, cos, sin, starts, (plans, numbers, longest, kinds, dtype))
+        made: Tensor = _apply(
+            x, *weights, *factors, cos, sin, starts, (plans, numbers, longest, kinds, dtype, products)
+        )
         return made
     except (NoVariant, _UnservedError):
         return None
@@ -213,21 +206,25 @@ class _UnservedError(Exception):
     """Attention has no plan for the call."""
 
 
-def _plans_of(x: Tensor, cos: Tensor, sin: Tensor, weights: Weights, numbers: Numbers, dtype: torch.dtype) -> Any:
+def _plans_of(
+    x: Tensor, cos: Tensor, sin: Tensor, weights: Weights, numbers: Numbers, dtype: torch.dtype, products: Products
+) -> Any:
     key = (
-        x.shape, x.dtype, dtype, x.get_device(), cos.shape, cos.get_device(), sin.shape, sin.get_device(),
-        numbers.head_dim, numbers.offset, numbers.cast, numbers.activation,
+        products, products.key_of(x, weights), x.shape, x.dtype, dtype, x.get_device(), cos.shape, cos.get_device(),
+        sin.shape, sin.get_device(), numbers.head_dim, numbers.offset, numbers.cast, numbers.activation,
         *(None if weight is None else (weight.shape, weight.get_device()) for weight in weights),
     )  # fmt: skip
     try:
         return _plans[key]
     except KeyError:
-        found = _find(x, cos, sin, weights, numbers, dtype)
+        found = _find(x, cos, sin, weights, numbers, dtype, products)
         return keep(_plans, key, found) if x.is_cuda else found
 
 
-def _find(x: Tensor, cos: Tensor, sin: Tensor, weights: Weights, numbers: Numbers, dtype: torch.dtype) -> _Plans | bool:
-    batch, tokens, hidden = x.shape
+def _find(
+    x: Tensor, cos: Tensor, sin: Tensor, weights: Weights, numbers: Numbers, dtype: torch.dtype, products: Products
+) -> _Plans | bool:
+    batch, tokens, _ = x.shape
     heads = [(weight.shape[0] // numbers.head_dim, numbers.head_dim) for weight in (weights.q, weights.k)]
     q, k = (x.new_empty((batch, tokens, *own), dtype=dtype) for own in heads)
     norms, eps = _norms_of(numbers), numbers.eps
@@ -236,7 +233,7 @@ def _find(x: Tensor, cos: Tensor, sin: Tensor, weights: Weights, numbers: Number
         add_norm = norms.add["plans_of"](True, x, x, weights.mlp_norm, eps[2], *norms.options)
     else:
         add_norm = _NORM_ADD_NORM["plans_of"](True, x, x, weights.out_norm, weights.mlp_norm, eps[2], *norms.behind)
-    mlp = plans_of_mlp(x.view(-1, hidden), *weights[-3:], numbers.activation, dtype)
+    mlp = products.plans_of(x, weights, numbers.activation, dtype)
     last: Any = ()
     if weights.down_norm is not None:
         last = _NORM_ADD["plans_of"](True, x, x, weights.down_norm, eps[3], *norms.behind)
@@ -331,9 +328,13 @@ def _cast(weights: Weights, dtype: torch.dtype) -> Weights:
     return weights._replace(**made)
 
 
-def _sorted(needs: Sequence[bool]) -> tuple[bool, Any, Sequence[bool]]:
-    """Return autograd's flags: of x, by the names of weights, and of factors."""
-    return needs[0], Weights(*needs[1 : 1 + _COUNT]), needs[1 + _COUNT : -4]
+def _sorted(needs: Sequence[bool]) -> tuple[bool, Any, Wanted, Wanted, Wanted]:
+    """Return autograd's flags: of x, by the names of weights, and of the layers up to attention, behind it, and MLP."""
+    of_x, of_factors = needs[0], needs[1 + _COUNT : -4]
+    wants: Any = Weights(*needs[1 : 1 + _COUNT])
+    first = Wanted(of_x or wants.norm, wants[1:4], wants[4:7], of_factors[:6])
+    second = Wanted(True, (wants.out,), (False,), of_factors[6:8])
+    return of_x, wants, first, second, Wanted(True, wants[-3:], (), of_factors[8:])
 
 
 class _DecoderLayer(torch.autograd.Function):
@@ -345,42 +346,47 @@ class _DecoderLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
         cos, sin, starts, call = given[-4:]
-        plans, numbers, longest, kinds, dtype = call
-        weights, (of_x, wants, of_factors) = _cast(Weights(*given[:_COUNT]), dtype), _sorted(ctx.needs_input_grad)
+        plans, numbers, longest, kinds, dtype, products = call
+        weights, ctx.wanted = _cast(Weights(*given[:_COUNT]), dtype), _sorted(ctx.needs_input_grad)
+        *_, first, second, third = ctx.wanted
         factors = cast_factors(dtype, given[_COUNT:-4]) if kinds else ()
         adapters = adapters_of(kinds, factors) if kinds else ()
         (batch, tokens, hidden), size = x.shape, numbers.head_dim
         norms, eps = plans.norms, numbers.eps
         rows = norms.norm["launch"](plans.norm, x, weights.norm, eps[0], *norms.options).view(-1, hidden).to(dtype)
-        made, low = products(rows, weights[1:4], weights[4:7], adapters[:3])
-        count, rows = rows.shape[0], rows if any(wants[1:4]) or any(of_factors[:6:2]) else None
+        made, kept_first = products.linears(first, rows, weights[1:4], weights[4:7], adapters[:3])
+        count = rows.shape[0]
+        del rows
         q, k, v = (y.view(batch, tokens, -1, size) for y in made)
-        turned = [heads.to(dtype) for heads in _turned(plans, q, k, weights, (cos, sin), eps[1])]
+        turned: Any = [heads.to(dtype) for heads in _turned(plans, q, k, weights, (cos, sin), eps[1])]
+        # Of their norms; without these nothing reads them any more.
+        before = (q, k) if weights.q_norm is not None else (None, None)
+        del q, k, made
         of_attention = _of_attention(turned[0], turned[1], v, starts, longest, numbers)
         attend = _ATTENTION["plans_of"](True, *of_attention)
         if attend is None:
             raise _UnservedError
         out, lse = _ATTENTION["launch"](attend, *of_attention)
+        if products.is_lean and weights.q_norm is not None:
+            turned = None, None  # the backward makes them again
+        del of_attention
         # Of rows, which takes the host less than a product of three dimensions.
-        (made,), low_out = products(out.view(count, -1), (weights.out,), (None,), adapters[3:4])
+        (made,), kept_second = products.linears(
+            second, out.view(count, -1), (weights.out,), (None,), adapters[3:4], is_kept=True
+        )
         made = shaped(made, batch, tokens, hidden)
         total, mlp_rows = _summed(plans, x, made.to(x.dtype), weights, eps[2])
         mlp_rows = mlp_rows.view(-1, hidden).to(dtype)
-        y, gate, up, active, lows = launched(plans.mlp[0], mlp_rows, weights[-3:], adapters[4:])
-        # Of q and k as they were, and of what halves make, only the gradients of their norms read.
-        before = (q, k) if weights.q_norm is not None else (None, None)
-        is_read = numbers.activation != "silu" and (wants.down or (of_factors and of_factors[12]))
-        added = (
-            None if weights.out_norm is None else made, None if weights.down_norm is None else y,
-            active if is_read else None,
-        )  # fmt: skip
+        y, kept_third = products.mlp(plans.mlp, third, mlp_rows, weights[-3:], adapters[4:], numbers.activation)
+        del mlp_rows
+        # Only the gradients of the norms behind halves read what these make.
+        added = None if weights.out_norm is None else made, None if weights.down_norm is None else y
         ctx.save_for_backward(
-            x if of_x or wants.norm else None, rows,
-            low if any(of_factors[1:6:2]) else None, low_out if of_factors and of_factors[7] else None,
-            *before, *turned, v, out, lse, total, *kept(wants[-3:-1], of_factors[8:], mlp_rows, lows), gate, up, *added,
-            *weights, *factors, cos, sin, starts,
+            x if first.rows else None, *before, *turned, v, out, lse, total, *added, cos, sin, starts,
+            *products.kept(weights), *factors, *kept_first, *kept_second, *kept_third,
         )  # fmt: skip
-        ctx.call, ctx.shape = (attend, *call), x.shape
+        ends = itertools.accumulate(map(len, (weights, factors, kept_first, kept_second)))
+        ctx.call, ctx.shape, ctx.ends = (attend, *call), x.shape, tuple(ends)
         if weights.down_norm is not None:
             last: Tensor = _NORM_ADD["launch"](plans.last, total, y, weights.down_norm, eps[3], *norms.behind)
             return last
@@ -390,15 +396,15 @@ class _DecoderLayer(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, rows, low, low_out, q, k, turned_q, turned_k, v, out, lse, total, *saved = ctx.saved_tensors
-        mlp_rows, low_mlp, low_down, gate, up, made, y, active, *parameters = saved
+        attend, plans, numbers, longest, kinds, dtype, products = ctx.call
+        x, q, k, turned_q, turned_k, v, out, lse, total, made, y, cos, sin, starts, *saved = ctx.saved_tensors
         # What a later part does not read is freed while that runs.
         ctx.maybe_clear_saved_tensors()
+        a, b, c, d = ctx.ends
+        weights, adapters = Weights(*saved[:a]), adapters_of(kinds, saved[a:b]) if kinds else ()
+        kept_first, kept_second, kept_third = saved[b:c], saved[c:d], saved[d:]
         del saved
-        weights, factors, (cos, sin, starts) = Weights(*parameters[:_COUNT]), parameters[_COUNT:-3], parameters[-3:]
-        attend, plans, numbers, longest, kinds, dtype = ctx.call
-        of_x, wants, of_factors = _sorted(ctx.needs_input_grad)
-        adapters = adapters_of(kinds, factors) if kinds else ()
+        of_x, wants, first, second, third = ctx.wanted
         hidden, wide, norms, eps = ctx.shape[2], total.dtype, plans.norms, numbers.eps
         if not dy.is_contiguous() or dy.data_ptr() % _ALIGNED:
             dy = dy.clone(memory_format=torch.contiguous_format)
@@ -407,32 +413,34 @@ class _DecoderLayer(torch.autograd.Function):
             slope, ddown_norm = _NORM_ADD["launch_backward"](
                 plans.last, (True, True, wants.down_norm), dy, y, weights.down_norm, eps[3], *norms.behind
             )
-        drows, dgate, dup, ddown, *dmlp = launched_backward(
-            plans.mlp[1], (True, *wants[-3:], *of_factors[8:]), slope.view(-1, hidden).to(dtype), mlp_rows, gate, up,
-            weights[-3:], adapters[4:], (low_mlp, low_down), wide, active, numbers.activation,
+        drows, dgate, dup, ddown, *dmlp = products.mlp_backward(
+            plans.mlp, third, slope.view(-1, hidden).to(dtype), kept_third, weights[-3:], adapters[4:], wide,
+            numbers.activation,
         )  # fmt: skip
-        del gate, up, mlp_rows, y, active, slope
+        del kept_third, y, slope
         dtotal, dmade, dout_norm, dmlp_norm = _summed_backward(
             plans, wants, dy, shaped(drows, *ctx.shape), total, made, weights, eps[2]
         )
         del dy, drows, total, made
         slope = dmade.view(-1, hidden).to(dtype)
         count, out_rows = slope.shape[0], out.view(slope.shape[0], -1)
-        dout_weight = gradient(slope.t(), out_rows, wide) if wants.out else None
-        dout, dlow = rows_gradient((slope,), (weights.out,), adapters[3:4])
-        dlast = factor_gradients(of_factors[6:8], (slope,), out_rows, low_out, dlow, adapters[3:4]) if kinds else ()
+        dout, (dout_weight,), _, dlast = products.linears_backward(
+            second, (slope,), kept_second, (weights.out,), adapters[3:4], wide, dtype, out_rows
+        )
         dout = dout.view(out.shape)
+        if turned_q is None:
+            turned_q, turned_k = _turned(plans, q, k, weights, (cos, sin), eps[1])
         given = _of_attention(turned_q, turned_k, v, starts, longest, numbers)
         dq, dk, dv, _ = _ATTENTION["launch_backward"](attend, _ALL, dout, *given[:3], out, lse, *given[3:])
-        del dout, out, out_rows, lse, turned_q, turned_k, v, given, slope, dmade
+        del dout, out, out_rows, kept_second, lse, turned_q, turned_k, v, given, slope, dmade
         dq, dk, *of_norms = _turned_backward(plans, wants[7:9], (dq, dk), (q, k), weights, (cos, sin), eps[1])
         slopes = [s.reshape(count, -1) for s in (dq, dk, dv)]
         del q, k, dq, dk, dv
-        of_weights = [gradient(s.t(), rows, wide) if want else None for s, want in zip(slopes, wants[1:4], strict=True)]
-        of_biases = [s.sum(0, dtype=wide) if want else None for s, want in zip(slopes, wants[4:7], strict=True)]
-        dx = dnorm = dlow = None
+        drows, of_weights, of_biases, dfirst = products.linears_backward(
+            first, slopes, kept_first, weights[1:4], adapters[:3], wide, wide
+        )
+        dx = dnorm = None
         if x is not None:
-            drows, dlow = rows_gradient(slopes, weights[1:4], adapters[:3], wide)
             drows, of_norm = drows.view(ctx.shape), (x, weights.norm, eps[0], *norms.options)
             if weights.out_norm is None:
                 needs = True, True, wants.norm
@@ -441,13 +449,10 @@ class _DecoderLayer(torch.autograd.Function):
                 # As its parts: of a sum and its norm alone such a layer has no plan, so that jobs would miss a record.
                 dx, dnorm = norms.norm["launch_backward"](plans.norm, (True, wants.norm), drows, *of_norm)
                 dx.add_(dtotal)
-        elif any(of_factors[:6:2]):
-            dlow = low_gradient(slopes, adapters[:3])
-        dfirst = factor_gradients(of_factors[:6], slopes, rows, low, dlow, adapters[:3]) if kinds else ()
         # In the order of the weights.
-        first = dnorm, *of_weights, *of_biases, *of_norms
-        second = dout_weight, dout_norm, dmlp_norm, ddown_norm, dgate, dup, ddown
-        return dx if of_x else None, *first, *second, *dfirst, *dlast, *dmlp, None, None, None, None
+        before = dnorm, *of_weights, *of_biases, *of_norms
+        behind = dout_weight, dout_norm, dmlp_norm, ddown_norm, dgate, dup, ddown
+        return dx if of_x else None, *before, *behind, *dfirst, *dlast, *dmlp, None, None, None, None
 
 
 _apply = applied(_DecoderLayer)

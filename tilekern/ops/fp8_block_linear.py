@@ -29,7 +29,7 @@ from tilekern.kernels.fp8.blocks import SPEC as BLOCKS
 from tilekern.kernels.fp8.weight_blocks import SPEC as WEIGHT
 from tilekern.ops.foreseen import written
 from tilekern.ops.fp8_linear import E4M3, Format, Layer, Rounded, launched, layers_of, linears
-from tilekern.ops.registration import applied, as_rows, differentiable_once, shaped
+from tilekern.ops.registration import as_rows, uncast
 from tilekern.spec import cdiv
 
 
@@ -55,7 +55,7 @@ def fp8_block_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 def fp8_block_linears(x: Tensor, layers: Sequence[Layer]) -> tuple[Tensor, ...]:
     """Return the result of :func:`fp8_block_linear` for each of some layers, weight and bias, that share ``x``."""
-    return linears(_BLOCKWISE, x, layers)
+    return linears(BLOCKWISE, x, layers)
 
 
 def blocked(x: Tensor, *, both: bool) -> tuple[Rounded, Rounded | None]:
@@ -115,51 +115,39 @@ def multiplied(
     c = launched(PRODUCT, left, right, down, across, dtype, bias, addend, over_rows=over_rows)
     if c is not None:
         return c
-    c = block_product(left, right, down, across, bias, dtype, over_rows=over_rows)
+    with uncast(left.device.type):
+        c = block_product(left, right, down, across, bias, dtype, over_rows=over_rows)
     return c if addend is None else addend.add_(c)
 
 
-def _forward(x: Tensor, parameters: Sequence[Any], *, both: bool) -> tuple[tuple[Tensor, ...], Rounded | None]:
-    """Return the results, and, if ``both``, ``x`` along its columns."""
-    along, across = blocked(as_rows(x), both=both)
-    made = []
-    for weight, bias in layers_of(parameters):
-        y = multiplied(along, squared(as_rows(weight), turned=False), x.dtype, bias)
-        made.append(shaped(y, *x.shape[:-1], weight.shape[0]))
-    return tuple(made), across
+def _forward(
+    needs: Sequence[bool], x: Tensor, parameters: Sequence[Any], **_: bool
+) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    along, across = blocked(as_rows(x), both=any(needs[1::2]))
+    layers = layers_of(parameters)
+    made = [multiplied(along, squared(as_rows(weight), turned=False), x.dtype, bias) for weight, bias in layers]
+    return made, across or ()
 
 
-class _Fp8BlockLinears(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
-        of_x, *of_parameters = ctx.needs_input_grad
-        results, across = _forward(x, parameters, both=any(of_parameters[::2]))
-        ctx.save_for_backward(*(across or (None, None)), *(weight if of_x else None for weight in parameters[::2]))
-        ctx.shape, ctx.dtype = x.shape, x.dtype
-        ctx.set_materialize_grads(False)
-        return results
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
-        numbers, scale, *weights = ctx.saved_tensors
-        of_x, *of_parameters = ctx.needs_input_grad
-        dtype, dx, found = ctx.dtype, None, []
-        for n, slope in enumerate(given):
-            if slope is None:  # a result that nothing read
-                found += [None, None]
-                continue
-            dy, dweight = as_rows(slope), None
-            if of_x or of_parameters[2 * n]:
-                along, down = blocked(dy, both=of_parameters[2 * n])
-                if of_x:
-                    dx = multiplied(along, squared(as_rows(weights[n]), turned=True), dtype, addend=dx)
-                if down is not None:
-                    dweight = multiplied(down, (numbers, scale), dtype, over_rows=True)
-            found += [dweight, dy.sum(0) if of_parameters[2 * n + 1] else None]
-        return None if dx is None else shaped(dx, *ctx.shape), *found
+def _backward(
+    needs: Sequence[bool], given: Sequence[Tensor | None], kept: Sequence[Tensor], weights: Sequence[Tensor],
+    dtype: torch.dtype,
+) -> list[Tensor | None]:  # fmt: skip
+    of_x, *of_parameters = needs
+    dx, found = None, list[Tensor | None]()
+    for n, slope in enumerate(given):
+        if slope is None:
+            found += [None, None]
+            continue
+        dy, dweight = as_rows(slope), None
+        if of_x or of_parameters[2 * n]:
+            along, down = blocked(dy, both=of_parameters[2 * n])
+            if of_x:
+                dx = multiplied(along, squared(as_rows(weights[n]), turned=True), dtype, addend=dx)
+            if down is not None:
+                dweight = multiplied(down, (kept[0], kept[1]), dtype, over_rows=True)
+        found += [dweight, dy.sum(0) if of_parameters[2 * n + 1] else None]
+    return [dx, *found]
 
 
-_BLOCKWISE = Format(
-    "fp8_block_linear", PRODUCT, applied(_Fp8BlockLinears), lambda x, *layers: _forward(x, layers, both=False)[0]
-)
+BLOCKWISE = Format("fp8_block_linear", PRODUCT, _forward, _backward)

@@ -7,6 +7,7 @@ of x what a linear layer of 8-bit floats does; the gate's result is computed aga
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,15 +39,13 @@ from tilekern.ops.gated_mlp import gated_mlp
 from tilekern.ops.geglu import geglu
 from tilekern.ops.registration import (
     applied,
+    as_products,
     as_rows,
-    cast_as_products,
     check_tensors,
     differentiable_once,
-    is_autocast,
     is_eager,
     needs_gradient,
     shaped,
-    uncast,
 )
 from tilekern.ops.swiglu import swiglu
 from tilekern.runtime.dispatch import count_fallback
@@ -80,13 +79,10 @@ def fp8_gated_mlp(
     Raises:
         ValueError: shapes or devices do not fit, or the activation is unknown.
     """
-    weights: Sequence[Tensor] = (gate_weight, up_weight, down_weight)
+    weights = gate_weight, up_weight, down_weight
     _check(x, weights, activation)
-    if is_autocast(x):
-        x, *weights = cast_as_products(x, *weights)
-        with uncast(x.device.type):
-            return _run(x, weights, activation)
-    return _run(x, weights, activation)
+    made: Tensor = as_products(functools.partial(_run, activation), x, *weights)
+    return made
 
 
 def _check(x: Tensor, weights: Sequence[Tensor], activation: str) -> None:
@@ -101,10 +97,10 @@ def _check(x: Tensor, weights: Sequence[Tensor], activation: str) -> None:
     check_tensors("fp8_gated_mlp", x=x, gate_weight=gate, up_weight=up, down_weight=down)
 
 
-def _run(x: Tensor, weights: Sequence[Tensor], activation: str) -> Tensor:
+def _run(activation: str, x: Tensor, *weights: Tensor) -> Tensor:
     graded = needs_gradient(x, *weights)
     if is_eager(x, *weights) and not why_not(x, graded, weights):
-        run: Callable[..., Tensor] = _call if graded else _plain
+        run: Callable[..., Tensor] = call if graded else _plain
         why = why_no_plans("fp8_gated_mlp", run, x, *weights, activation)
         if not why:
             return run(x, *weights, activation)
@@ -117,13 +113,12 @@ def _run(x: Tensor, weights: Sequence[Tensor], activation: str) -> Tensor:
 
 
 def _plain(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
-    return _forward(x, (gate, up, down), activation)[0]
+    y, _ = mlp_forward(x, (gate, up, down), activation)
+    return shaped(y, *x.shape[:-1], y.shape[1])
 
 
-def _forward(
-    x: Tensor, weights: Sequence[Tensor], activation: str
-) -> tuple[Tensor, Rounded, tuple[Tensor, Tensor], list[Tensor]]:
-    """Return the result, the rounded x, gate and up, and the scales of each weight's rows."""
+def mlp_forward(x: Tensor, weights: Sequence[Tensor], activation: str) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return the rows of the result, and what gradients read beside weights."""
     numbers, made, scales = rounded_input(x), [], []
     for weight in weights[:2]:
         of_weight = rounded_weight(weight)
@@ -131,8 +126,7 @@ def _forward(
         made.append(multiplied(numbers, of_weight, x.dtype))
     (of_gate,) = _gated(FORWARD, activation, *made)
     of_weight = rounded_weight(weights[2])
-    y = shaped(multiplied(of_gate, of_weight, x.dtype), *x.shape[:-1], weights[2].shape[0])
-    return y, numbers, (made[0], made[1]), [*scales, of_weight[1]]
+    return multiplied(of_gate, of_weight, x.dtype), (*made, *scales, of_weight[1], *kept_input(x, numbers))
 
 
 def _gated(spec: KernelSpec, activation: str, *given: Tensor) -> list[Rounded]:
@@ -168,43 +162,61 @@ def _by_torch(activation: str, *given: Tensor) -> tuple[Tensor, ...]:
     return *torch.autograd.grad(y, leaves, slopes), y.detach()
 
 
+def mlp_backward(
+    needs: Sequence[bool], slope: Tensor, given: Sequence[Tensor], weights: Sequence[Tensor], activation: str
+) -> list[Tensor | None]:
+    """Return the gradients of rows of x and of the weights; None for those that nobody ``needs``.
+
+    Args:
+        needs: whether these are wanted, in their order.
+        slope: the gradient of the result.
+        given: what :func:`mlp_forward` returned beside it.
+        weights: gate, up and down, as :func:`tilekern.ops.fp8_linear.kept_weight`.
+        activation: as of :func:`fp8_gated_mlp`.
+    """
+    gate, up, *rest = given
+    scales, kept = rest[:3], rest[3:]
+    of_x, *of_weights = needs
+    dtype = gate.dtype
+
+    def turned_weight(n: int) -> Rounded:
+        return turned(as_rows(weights[n]), scales[n], dtype)
+
+    slopes = rounded(as_rows(slope))
+    ddown = None
+    dy = multiplied(slopes, turned_weight(2), dtype)
+    *gradients, y = _gated(BACKWARD, activation, dy, gate, up)
+    del dy, gate, up
+    if of_weights[2]:
+        ddown = multiplied(turned(*slopes, dtype), turned(*y, dtype), dtype, over_rows=True)
+    del y, slopes
+    dx, across, found = None, None, list[Tensor | None]()
+    for n, of_gate in enumerate(gradients):
+        if of_x:
+            dx = multiplied(of_gate, turned_weight(n), dtype, addend=dx)
+        if of_weights[n]:
+            across = turned(*read_again(kept), dtype) if across is None else across
+            found.append(multiplied(turned(*of_gate, dtype), across, dtype, over_rows=True))
+        else:
+            found.append(None)
+    return [dx, *found, ddown]
+
+
 class _Fp8GatedMlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
-        y, of_x, made, scales = _forward(x, (gate, up, down), activation)
-        ctx.save_for_backward(*made, *map(kept_weight, (gate, up, down)), *scales, *kept_input(x, of_x))
-        ctx.shape, ctx.dtype, ctx.activation = x.shape, x.dtype, activation
-        return y
+        y, kept = mlp_forward(x, (gate, up, down), activation)
+        ctx.save_for_backward(*map(kept_weight, (gate, up, down)), *kept)
+        ctx.shape, ctx.activation = x.shape, activation
+        return shaped(y, *x.shape[:-1], y.shape[1])
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up, *rest = ctx.saved_tensors
-        weights, scales, kept = rest[:3], rest[3:6], rest[6:]
-        of_x, *of_weights = ctx.needs_input_grad[:4]
-        dtype = ctx.dtype
-
-        def turned_weight(n: int) -> Rounded:
-            return turned(as_rows(weights[n]), scales[n], dtype)
-
-        slopes = rounded(as_rows(slope))
-        ddown = None
-        dy = multiplied(slopes, turned_weight(2), dtype)
-        *gradients, y = _gated(BACKWARD, ctx.activation, dy, gate, up)
-        del dy, gate, up
-        if of_weights[2]:
-            ddown = multiplied(turned(*slopes, dtype), turned(*y, dtype), dtype, over_rows=True)
-        del y, slopes
-        dx, across, found = None, None, []
-        for n, of_gate in enumerate(gradients):
-            if of_x:
-                dx = multiplied(of_gate, turned_weight(n), dtype, addend=dx)
-            if of_weights[n]:
-                across = turned(*read_again(kept), dtype) if across is None else across
-                found.append(multiplied(turned(*of_gate, dtype), across, dtype, over_rows=True))
-            else:
-                found.append(None)
-        return None if dx is None else shaped(dx, *ctx.shape), *found, ddown, None
+        weights, kept = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+        dx, *found = mlp_backward(ctx.needs_input_grad[:4], slope, kept, weights, ctx.activation)
+        return None if dx is None else shaped(dx, *ctx.shape), *found, None
 
 
-_call = applied(_Fp8GatedMlp)
+# With gradients: of x, the weights and the activation.
+call = applied(_Fp8GatedMlp)

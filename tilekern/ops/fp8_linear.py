@@ -21,6 +21,7 @@ torch's linear layer runs.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -44,11 +45,10 @@ from tilekern.ops.kept import is_kept
 from tilekern.ops.linear import product
 from tilekern.ops.registration import (
     applied,
+    as_products,
     as_rows,
-    cast_as_products,
     check_devices,
     differentiable_once,
-    is_autocast,
     is_eager,
     needs_gradient,
     shaped,
@@ -72,17 +72,31 @@ _last = threading.local()
 class Format(NamedTuple):
     """How layers that share their input run in a format of 8-bit floats.
 
+    ``needs`` says whether gradients are wanted: of x, then of weight and bias of each layer.
+
     Attributes:
         op: the name of the op, for errors.
         product: the kernel by whose name calls of torch's layer are counted.
-        graded: x, then weight and bias of each layer -> their results, with gradients.
-        plain: the same without gradients.
+        forward: needs, x, then weight and bias of each layer -> the rows of their results, and what gradients read
+            beside weights. ``reads_again=True``: this may be x itself.
+        backward: needs, the results' gradients (None for a result that nothing read), what the forward returned,
+            weights, and the dtype of x -> the gradients: of rows of x, then of weight and bias of each layer.
     """
 
     op: str
     product: KernelSpec
-    graded: Callable[..., tuple[Tensor, ...]]
-    plain: Callable[..., tuple[Tensor, ...]]
+    forward: Callable[..., tuple[list[Tensor], tuple[Tensor, ...]]]
+    backward: Callable[..., list[Tensor | None]]
+
+    def graded(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        """Return the results of layers, with gradients."""
+        made: tuple[Tensor, ...] = _apply(self, x, *parameters)
+        return made
+
+    def plain(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        """Return the results of layers, without gradients."""
+        made, _ = self.forward((False,) * (1 + len(parameters)), x, parameters)
+        return tuple(shaped(y, *x.shape[:-1], y.shape[1]) for y in made)
 
     def run(self, graded: bool) -> Callable[..., tuple[Tensor, ...]]:
         """Return what computes a call, with or without gradients."""
@@ -123,12 +137,9 @@ def linears(how: Format, x: Tensor, layers: Sequence[Layer]) -> tuple[Tensor, ..
     """
     for weight, bias in layers:
         _check(how.op, x, weight, bias)
-    parameters = [part for layer in layers for part in layer]
-    if is_autocast(x):
-        x, *parameters = cast_as_products(x, *parameters)
-        with uncast(x.device.type):
-            return _run(how, x, *parameters)
-    return _run(how, x, *parameters)
+    parameters = (part for layer in layers for part in layer)
+    made: tuple[Tensor, ...] = as_products(functools.partial(_run, how), x, *parameters)
+    return made
 
 
 def _check(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -274,7 +285,8 @@ def multiplied(
         c = cublaslt.scaled_product(left, right, down, across, flat, addend)
     if c is not None:
         return c
-    c = scaled_product(left, right, down, across, bias, dtype)
+    with uncast(left.device.type):  # torch's operations may be products of float32
+        c = scaled_product(left, right, down, across, bias, dtype)
     return c if addend is None else addend.add_(c)
 
 
@@ -299,17 +311,6 @@ def launched(
     return None if made is None else made[0]
 
 
-def _forward(x: Tensor, parameters: Sequence[Any]) -> tuple[tuple[Tensor, ...], Rounded, list[Tensor]]:
-    """Return the results, the rounded ``x``, and the scales of each weight's rows."""
-    numbers, made, scales = rounded_input(x), [], []
-    for weight, bias in layers_of(parameters):
-        of_weight = rounded_weight(weight)
-        scales.append(of_weight[1])
-        y = multiplied(numbers, of_weight, x.dtype, bias)
-        made.append(shaped(y, *x.shape[:-1], weight.shape[0]))
-    return tuple(made), numbers, scales
-
-
 def rounded_weight(weight: Tensor) -> Rounded:
     """Return the e4m3 numbers and scales of a weight, which may have been rounded before."""
     return (weight.numbers, weight.scale) if type(weight) is RoundedWeight else rounded(as_rows(weight))
@@ -331,42 +332,62 @@ def read_again(kept: Sequence[Tensor]) -> Rounded:
     return rounded(as_rows(kept[0])) if len(kept) == 1 else (kept[0], kept[1])
 
 
-class _Fp8Linears(torch.autograd.Function):
+def _forward(
+    needs: Sequence[bool], x: Tensor, parameters: Sequence[Any], *, reads_again: bool = False
+) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    numbers, made, scales = rounded_input(x), [], []
+    for weight, bias in layers_of(parameters):
+        of_weight = rounded_weight(weight)
+        scales.append(of_weight[1])
+        made.append(multiplied(numbers, of_weight, x.dtype, bias))
+    kept = (x,) if reads_again else kept_input(x, numbers)
+    return made, (*(scales if needs[0] else ()), *(kept if any(needs[1::2]) else ()))
+
+
+def _backward(
+    needs: Sequence[bool], given: Sequence[Tensor | None], kept: Sequence[Tensor], weights: Sequence[Tensor],
+    dtype: torch.dtype,
+) -> list[Tensor | None]:  # fmt: skip
+    of_x, *of_parameters = needs
+    count = len(given) if of_x else 0
+    scales, kept = kept[:count], kept[count:]
+    dx, across, found = None, None, list[Tensor | None]()
+    for n, slope in enumerate(given):
+        if slope is None:
+            found += [None, None]
+            continue
+        dy, dweight = as_rows(slope), None
+        if of_x or of_parameters[2 * n]:
+            slopes, steps = rounded(dy)
+            if of_x:
+                weight = turned(as_rows(weights[n]), scales[n], dtype)
+                dx = multiplied((slopes, steps), weight, dtype, addend=dx)
+            if of_parameters[2 * n]:
+                across = turned(*read_again(kept), dtype) if across is None else across
+                dweight = multiplied(turned(slopes, steps, dtype), across, dtype, over_rows=True)
+        found += [dweight, dy.sum(0) if of_parameters[2 * n + 1] else None]
+    return [dx, *found]
+
+
+class _Linears(torch.autograd.Function):
+    """Of a format, x, then weight and bias of each layer."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
-        results, numbers, scales = _forward(x, parameters)
-        of_x, *of_parameters = ctx.needs_input_grad
-        ctx.save_for_backward(
-            *(kept_input(x, numbers) if any(of_parameters[::2]) else ()),
-            *(kept_weight(weight) if of_x else None for weight in parameters[::2]),
-            *(one if of_x else None for one in scales),
-        )
-        ctx.shape, ctx.dtype = x.shape, x.dtype
+    def forward(ctx: Any, how: Format, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.call, ctx.shape, needs = (how, x.dtype), x.shape, ctx.needs_input_grad[1:]
+        made, kept = how.forward(needs, x, parameters)
+        ctx.save_for_backward(*kept, *(kept_weight(weight) if needs[0] else None for weight in parameters[::2]))
         ctx.set_materialize_grads(False)
-        return results
+        return tuple(shaped(y, *x.shape[:-1], y.shape[1]) for y in made)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved, count = ctx.saved_tensors, len(given)
-        kept, weights, scales = saved[: -2 * count], saved[-2 * count : -count], saved[-count:]
-        of_x, *of_parameters = ctx.needs_input_grad
-        dtype, dx, across, found = ctx.dtype, None, None, []
-        for n, slope in enumerate(given):
-            if slope is None:  # a result that nothing read
-                found += [None, None]
-                continue
-            dy, dweight = as_rows(slope), None
-            if of_x or of_parameters[2 * n]:
-                slopes, steps = rounded(dy)
-                if of_x:
-                    weight = turned(as_rows(weights[n]), scales[n], dtype)
-                    dx = multiplied((slopes, steps), weight, dtype, addend=dx)
-                if of_parameters[2 * n]:
-                    across = turned(*read_again(kept), dtype) if across is None else across
-                    dweight = multiplied(turned(slopes, steps, dtype), across, dtype, over_rows=True)
-            found += [dweight, dy.sum(0) if of_parameters[2 * n + 1] else None]
-        return None if dx is None else shaped(dx, *ctx.shape), *found
+        saved, (how, dtype) = ctx.saved_tensors, ctx.call
+        kept, weights = saved[: -len(given)], saved[-len(given) :]
+        dx, *found = how.backward(ctx.needs_input_grad[1:], given, kept, weights, dtype)
+        return None, None if dx is None else shaped(dx, *ctx.shape), *found
 
 
-ROWWISE = Format("fp8_linear", PRODUCT, applied(_Fp8Linears), lambda x, *layers: _forward(x, layers)[0])
+_apply = applied(_Linears)
+ROWWISE = Format("fp8_linear", PRODUCT, _forward, _backward)

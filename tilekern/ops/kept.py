@@ -29,7 +29,12 @@ def is_kept(x: Tensor) -> bool:
     whole = _whole(x)
     if _KEPT not in whole.__dict__ or whole.numel() != x.numel():
         return False
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    return not are_packed()
+
+
+def are_packed() -> bool:
+    """Return whether hooks are in force that pack what is kept."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _whole(x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tilekern.errors import NoVariant
+from tilekern.ops.kept import are_packed
 from tilekern.ops.qk_norm_rope import OPS
 from tilekern.ops.registration import applied, differentiable_once, is_traced, needs_gradient
 
@@ -42,7 +43,7 @@ def lean(attention: Mapping[str, Any], q: Tensor, k: Tensor, *rest: Any) -> Tens
         return None
     # A number that was written since is not made again.
     is_whole = k.grad_fn is node and (q.output_nr, k.output_nr, q._version, k._version) == (0, 1, 0, 0)
-    if not is_whole or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if not is_whole or are_packed():
         return None
     made_of = _saved_by(node)
     plans = None if made_of is None else attention["plans_of"](True, q, k, *rest)

@@ -28,7 +28,7 @@ from tilekern.kernels.fp8.mx_product import mx_product
 from tilekern.kernels.fp8.mx_scales import SCALES, mx_rows
 from tilekern.ops.foreseen import written
 from tilekern.ops.fp8_linear import E4M3, Format, Layer, Rounded, launched, layers_of, linears
-from tilekern.ops.registration import applied, as_rows, differentiable_once, shaped
+from tilekern.ops.registration import as_rows, uncast
 from tilekern.spec import cdiv
 
 
@@ -53,7 +53,7 @@ def mxfp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 def mxfp8_linears(x: Tensor, layers: Sequence[Layer]) -> tuple[Tensor, ...]:
     """Return the result of :func:`mxfp8_linear` for each of some layers, weight and bias, that share ``x``."""
-    return linears(_MX, x, layers)
+    return linears(MX, x, layers)
 
 
 def blocked(x: Tensor, *, along: bool, turned: bool) -> list[Rounded]:
@@ -95,53 +95,42 @@ def multiplied(
     c = launched(PRODUCT, left, right, down, across, dtype, bias, addend, over_rows=over_rows)
     if c is not None:
         return c
-    c = mx_product(left, right, down, across, bias, dtype)
+    with uncast(left.device.type):
+        c = mx_product(left, right, down, across, bias, dtype)
     return c if addend is None else addend.add_(c)
 
 
-def _forward(x: Tensor, parameters: Sequence[Any], *, both: bool) -> tuple[tuple[Tensor, ...], list[Rounded]]:
-    """Return the results, and, if ``both``, ``x`` along its columns."""
-    along, *across = blocked(as_rows(x), along=True, turned=both)
-    made = []
+def _forward(
+    needs: Sequence[bool], x: Tensor, parameters: Sequence[Any], **_: bool
+) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    (along, *across), made = blocked(as_rows(x), along=True, turned=any(needs[1::2])), []
     for weight, bias in layers_of(parameters):
         (rounded,) = blocked(as_rows(weight), along=True, turned=False)
-        made.append(shaped(multiplied(along, rounded, x.dtype, bias), *x.shape[:-1], weight.shape[0]))
-    return tuple(made), across
+        made.append(multiplied(along, rounded, x.dtype, bias))
+    return made, across[0] if across else ()
 
 
-class _Mxfp8Linears(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
-        of_x, *of_parameters = ctx.needs_input_grad
-        results, across = _forward(x, parameters, both=any(of_parameters[::2]))
-        ctx.save_for_backward(
-            *(across[0] if across else (None, None)), *(weight if of_x else None for weight in parameters[::2])
-        )
-        ctx.shape, ctx.dtype = x.shape, x.dtype
-        ctx.set_materialize_grads(False)
-        return results
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
-        numbers, scale, *weights = ctx.saved_tensors
-        of_x, *of_parameters = ctx.needs_input_grad
-        dtype, dx, found = ctx.dtype, None, []
-        for n, slope in enumerate(given):
-            if slope is None:  # a result that nothing read
-                found += [None, None]
-                continue
-            dy, dweight = as_rows(slope), None
-            of_weight = of_parameters[2 * n]
-            if of_x or of_weight:
-                slopes = blocked(dy, along=of_x, turned=of_weight)
-                if of_x:
-                    (weight,) = blocked(as_rows(weights[n]), along=False, turned=True)
-                    dx = multiplied(slopes[0], weight, dtype, addend=dx)
-                if of_weight:
-                    dweight = multiplied(slopes[-1], (numbers, scale), dtype, over_rows=True)
-            found += [dweight, dy.sum(0) if of_parameters[2 * n + 1] else None]
-        return None if dx is None else shaped(dx, *ctx.shape), *found
+def _backward(
+    needs: Sequence[bool], given: Sequence[Tensor | None], kept: Sequence[Tensor], weights: Sequence[Tensor],
+    dtype: torch.dtype,
+) -> list[Tensor | None]:  # fmt: skip
+    of_x, *of_parameters = needs
+    dx, found = None, list[Tensor | None]()
+    for n, slope in enumerate(given):
+        if slope is None:
+            found += [None, None]
+            continue
+        dy, dweight = as_rows(slope), None
+        of_weight = of_parameters[2 * n]
+        if of_x or of_weight:
+            slopes = blocked(dy, along=of_x, turned=of_weight)
+            if of_x:
+                (weight,) = blocked(as_rows(weights[n]), along=False, turned=True)
+                dx = multiplied(slopes[0], weight, dtype, addend=dx)
+            if of_weight:
+                dweight = multiplied(slopes[-1], (kept[0], kept[1]), dtype, over_rows=True)
+        found += [dweight, dy.sum(0) if of_parameters[2 * n + 1] else None]
+    return [dx, *found]
 
 
-_MX = Format("mxfp8_linear", PRODUCT, applied(_Mxfp8Linears), lambda x, *layers: _forward(x, layers, both=False)[0])
+MX = Format("mxfp8_linear", PRODUCT, _forward, _backward)

@@ -27,9 +27,11 @@ from tilekern.errors import InputError
 from tilekern.kernels.fp8.grouped import SPEC as EXPERTS_PRODUCT
 from tilekern.kernels.fp8.mx_scales import HAS_MX
 from tilekern.kernels.fp8.space import HAS_FP8
+from tilekern.ops import fp8_layer_products
 from tilekern.ops.fp8_block_linear import fp8_block_linear, fp8_block_linears
 from tilekern.ops.fp8_gated_mlp import fp8_gated_mlp
 from tilekern.ops.fp8_linear import fp8_linear, fp8_linears, why_not
+from tilekern.ops.layer_products import Products
 from tilekern.ops.mxfp8_linear import mxfp8_linear, mxfp8_linears
 from tilekern.ops.registration import is_autocast, needs_gradient
 from tilekern.ops.rounded_weight import RoundedWeight
@@ -54,12 +56,12 @@ class Linear(torch.nn.Linear):
     Attributes:
         fp8: the format.
         kernel: the kernel by whose name calls of torch's layer are counted.
-        weights: the classes of weights that the format's op reads.
+        products: those of a decoder layer that is one op.
     """
 
     fp8: ClassVar[str] = ROWWISE
     kernel: ClassVar[str] = "fp8_matmul"
-    weights: ClassVar[tuple[Any, ...]] = (*TENSORS, RoundedWeight)
+    products: ClassVar[Products] = fp8_layer_products.ROWWISE
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x @ weight^T + bias`` [..., out_features] of ``x`` [..., in_features]."""
@@ -72,7 +74,7 @@ class Linear(torch.nn.Linear):
         weight, bias = parameter_of(self, "weight"), parameter_of(self, "bias")
         if not is_on:
             return torch.nn.functional.linear(x, weight, bias)
-        if type(weight) not in self.weights or not _are_plain(x, bias):
+        if type(weight) not in self.products.tensors or not _are_plain(x, bias):
             count_own(self.kernel, SUBCLASS)
             return torch.nn.functional.linear(x, weight, bias)
         return (self.result if _are_alike(x, weight) else torch.nn.functional.linear)(x, weight, bias)
@@ -108,7 +110,7 @@ class BlockwiseLinear(Linear):
 
     fp8 = BLOCKWISE
     kernel = "fp8_block_matmul"
-    weights = TENSORS
+    products = fp8_layer_products.BLOCKWISE
 
     @staticmethod
     def result(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -126,7 +128,7 @@ class Mxfp8Linear(Linear):
 
     fp8 = MXFP8
     kernel = "mxfp8_matmul"
-    weights = TENSORS
+    products = fp8_layer_products.MXFP8
 
     @staticmethod
     def result(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -176,10 +178,20 @@ def _parameters_of(layers: Sequence[Any], x: Any, kind: type[Linear]) -> list[tu
     if torch.compiler.is_compiling() or not all(type(layer) is kind for layer in layers):
         return None
     parameters = [(parameter_of(layer, "weight"), parameter_of(layer, "bias")) for layer in layers]
-    are_plain = _are_plain(x, *(bias for _, bias in parameters)) and all(type(w) in kind.weights for w, _ in parameters)
+    tensors = kind.products.tensors
+    are_plain = _are_plain(x, *(bias for _, bias in parameters)) and all(type(w) in tensors for w, _ in parameters)
     if not are_plain or any("forward" in layer.__dict__ or has_hooks(layer) for layer in layers):
         return None
     return parameters if all(_are_alike(x, weight) for weight, _ in parameters) else None
+
+
+def products_of(layers: Sequence[Any]) -> Products | None:
+    """Return the products of a decoder layer if its linear layers are of one format and calling them does no more."""
+    kind = type(layers[0])
+    if kind not in _CLASSES.values() or not all(type(layer) is kind for layer in layers):
+        return None
+    are_more = any("forward" in layer.__dict__ or has_hooks(layer) for layer in layers)
+    return None if are_more else kind.products
 
 
 def is_converted(attention: torch.nn.Module) -> bool:

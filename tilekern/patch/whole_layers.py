@@ -14,8 +14,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from tilekern.ops.decoder_layer import Numbers, Weights, decoder_layer
+from tilekern.ops.layer_products import TORCH, Products
 from tilekern.ops.lora_linear import Adapted, Adapter
-from tilekern.patch import adapters, context_parallel, layers, patterns, replacements
+from tilekern.patch import adapters, context_parallel, fp8, layers, patterns, replacements
 from tilekern.patch.attention import HEEDED, attend
 from tilekern.patch.guards import (
     TENSORS,
@@ -122,12 +123,15 @@ def decoder(original: Function, norms: Collection[str], kinds: Mapping[str, Norm
         if not is_written(attention, parts.attention) or not is_written(mlp, parts.mlp):
             return None
         linears = *((attention, name) for name in (*_PROJECTIONS, "o_proj")), *((mlp, name) for name in _MLP)
+        products = fp8.products_of([owner.__dict__["_modules"][name] for owner, name in linears])
+        if products is None and all(_is_linear(*each) for each in linears):
+            products = TORCH
         gate = gate_of(mlp)
-        if gate is None or not all(_is_linear(*each) for each in linears):
+        if gate is None or products is None:
             return None
         of_heads = [attention.__dict__["_modules"][name] for name in parts.heads]
         given = [given_of(norm, home, kinds) for norm in (*(modules[name] for name in parts.norms if name), *of_heads)]
-        return None if None in given else _Seen(self, parts, replacements.ACTIVATIONS[gate])
+        return None if None in given else _Seen(self, parts, replacements.ACTIVATIONS[gate], products)
 
     def whole(self: Any, x: Any, mask: Any, angles: Any, given: dict[str, Any]) -> torch.Tensor | None:
         if is_compiling() or not torch.is_grad_enabled() or type(x) not in TENSORS or not _is_alone(mask, x, given):
@@ -145,7 +149,7 @@ def decoder(original: Function, norms: Collection[str], kinds: Mapping[str, Norm
                 _say_how_to_gather(self)
                 return None
             _known[self] = seen
-        weights, (cos, sin) = _weights(modules, places), angles
+        weights, (cos, sin) = _weights(modules, places, seen.products.tensors), angles
         numbers = _numbers(modules, parts, handed, attentions, seen.activation)
         adapted = _adapters(modules, seen.adapted) if seen.adapted else ()
         if weights is None or numbers is None or adapted is None or not _fit(x, cos, sin, numbers.head_dim):
@@ -156,7 +160,7 @@ def decoder(original: Function, norms: Collection[str], kinds: Mapping[str, Norm
         if starts is not None and x.shape[0] != 1:
             return None
         longest = longest if isinstance(longest, int) else None
-        made = decoder_layer(x, cos, sin, weights, numbers, starts, longest, adapted)
+        made = decoder_layer(x, cos, sin, weights, numbers, starts, longest, adapted, seen.products)
         seen.calls += made is not None
         return made
 
@@ -192,16 +196,17 @@ class _Seen:
 
     Attributes:
         activation: that of the MLP.
+        products: those of the linear layers.
         adapted: the adapter of each linear layer that has one.
         calls: how many calls ran as one op.
     """
 
-    def __init__(self, layer: Any, parts: Parts, activation: str) -> None:
+    def __init__(self, layer: Any, parts: Parts, activation: str, products: Products) -> None:
         norms = filter(None, parts.norms)
         owned = ("", (*norms, "self_attn", "mlp")), ("self_attn", (*_PROJECTIONS, "o_proj", *parts.heads))
         self._places: list[tuple[str, str, str, str, type, Any, Any]] = []
         self.adapted: dict[str, _Places] = {}
-        found, self.activation, self.calls = {"": layer}, activation, 0
+        found, self.activation, self.products, self.calls = {"": layer}, activation, products, 0
 
         def see(owner: str, group: str, name: str, key: str) -> None:
             found[key] = one = _held(found[owner], group)[name]
@@ -285,8 +290,10 @@ def _adapters(modules: Mapping[str, Any], adapted: Mapping[str, _Places]) -> lis
     return found
 
 
-def _weights(modules: Mapping[str, Any], places: Iterable[tuple[str, str] | None]) -> Weights | None:
-    """Return the weights at some places; None if one is no plain tensor, or there is a bias that the op lacks."""
+def _weights(
+    modules: Mapping[str, Any], places: Iterable[tuple[str, str] | None], tensors: Collection[type]
+) -> Weights | None:
+    """Return the weights at some places; None if one is of another class, or there is a bias that the op lacks."""
     try:
         found = [place and modules[place[0]].__dict__["_parameters"][place[1]] for place in places]
         for name in _UNBIASED:
@@ -295,7 +302,7 @@ def _weights(modules: Mapping[str, Any], places: Iterable[tuple[str, str] | None
     except KeyError:  # it is a buffer
         return None
     for weight in found:
-        if weight is not None and type(weight) not in TENSORS:
+        if weight is not None and type(weight) not in tensors:
             return None
     return Weights(*found)
 
