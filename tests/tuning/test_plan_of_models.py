@@ -226,6 +226,15 @@ def test_autocast_over_float32_is_planned_as_a_trainer_casts():
         Steps([64], dtype=["bfloat16"], autocast=True)
 
 
+def test_layers_are_planned_as_one_op():
+    """Whose first norm's gradient is a launch with that of the sum before it."""
+    launches = Counter()
+    for (kernel, _), count in planned(SMALL, optimizer="none").launches.items():
+        launches[kernel] += count
+    assert launches["fused_add_rms_norm_backward"] == 2 * SMALL["num_hidden_layers"]
+    assert launches["rms_norm_backward"] == 1
+
+
 def test_under_hooks_ops_run_one_by_one():
     usual, found = (by_kernel(planned(SMALL, optimizer="none", hooks=hooks)) for hooks in (False, True))
     assert {"swiglu_backward", "rope"} <= set(found) - set(usual)

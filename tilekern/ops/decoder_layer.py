@@ -160,9 +160,9 @@ def decoder_layer(
 ) -> Tensor | None:  # fmt: skip
     """Return the output of a layer, or None if its ops are to run one by one.
 
-    They are, if nothing up to the attention needs a gradient, in a trace, in the invariant mode, for weights of another
-    dtype than ``x``, for factors of adapters of one that autocast does not cast, or where a kernel is missing. With
-    norms behind its halves, which round to autocast's dtype, they are under autocast over float32.
+    They are, if nothing up to the attention needs a gradient, where torch traces, in the invariant mode, for weights of
+    another dtype than ``x``, for factors of adapters of one that autocast does not cast, or where a kernel is missing.
+    With norms behind its halves, which round to autocast's dtype, they are under autocast over float32.
 
     Under autocast over float32 the sums, norms and their gradients are of float32, and all else of autocast's dtype, as
     in the ops one by one. Each matrix is cast once, in both directions, and the products of weights' gradients are not
@@ -180,7 +180,7 @@ def decoder_layer(
     """
     dtype = product_dtype(x, cos, sin, *weights)
     is_behind = weights.out_norm is not None or weights.down_norm is not None
-    if dtype is None or (is_behind and dtype != x.dtype) or x.is_meta or is_invariant():
+    if dtype is None or (is_behind and dtype != x.dtype) or is_invariant():
         return None
     if not torch.is_grad_enabled() or not x.is_contiguous() or cos.requires_grad or sin.requires_grad:
         return None
