@@ -260,6 +260,16 @@ def test_the_gradients_of_the_first_norm_and_of_the_sum_are_one_launch(name):
     assert apart | {f"fused_add_rms_norm{kind}_backward": 2} == together
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gemma", "norms that round last"])
+def test_norms_that_products_alone_read_are_cast_in_their_launch_under_autocast(name):
+    given, numbers = drawn(CASES[name])
+    with torch.autocast("cpu", torch.bfloat16):
+        apart, together = (launched_by(lambda way=way: run(way, given, numbers)) for way in (by_parts, decoder_layer))
+    for norm in ("rms_norm", "fused_add_rms_norm"):
+        kind = norm if name == "qwen3" else f"{norm}_offset"
+        assert apart.pop(f"{kind}_forward") == together.pop(f"{kind}_to_forward") == 1
+
+
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
 def test_with_norms_around_its_halves_it_launches_what_its_parts_do(name):
     given, numbers = drawn(CASES[name])

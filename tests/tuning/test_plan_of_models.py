@@ -218,6 +218,11 @@ def test_autocast_over_float32_is_planned_as_a_trainer_casts():
     found = by_kernel(planned(SMALL, dtype=["float32"], autocast=True, optimizer="none"))
     assert sizes(found["attention_backward"], "dtype") == sizes(found["swiglu_forward"], "dtype") == {("bfloat16",)}
     assert sizes(found["fused_add_rms_norm_backward"], "dtype", "weight_dtype") == {("float32", "float32")}
+    for norm in ("rms_norm", "fused_add_rms_norm"):
+        names = ("dtype", "weight_dtype", "product_dtype")
+        assert sizes(found[f"{norm}_to_forward"], *names) == {("float32", "float32", "bfloat16")}
+        # Of evaluation.
+        assert sizes(found[f"{norm}_forward"], "dtype") == {("float32",)}
     names = ("dtype", "weight_dtype", "angle_dtype")
     assert sizes(found["qk_norm_rope_forward"], *names) == {("bfloat16", "float32", "float32")}
     # Of the loss, whose products are cast.

@@ -113,14 +113,15 @@ class Numbers(NamedTuple):
 class _Norms(NamedTuple):
     """The ops of norms of one kind, and the arguments that follow eps.
 
-    ``norm`` and ``add``, of a sum's norm, take ``options``, ``turn``, of heads, takes ``of_turn``, and the ops of norms
-    before a sum take ``behind``.
+    ``norm`` and ``add``, of a sum's norm, take ``options``, and ``norm`` then ``to``, the dtype of products if that is
+    another one. ``turn``, of heads, takes ``of_turn``, and the ops of norms before a sum take ``behind``.
     """
 
     norm: dict[str, Any]
     add: dict[str, Any]
     turn: dict[str, Any]
     options: tuple[Any, ...]
+    to: tuple[torch.dtype, ...]
     of_turn: tuple[Any, ...]
     behind: tuple[Any, ...]
 
@@ -165,8 +166,8 @@ def decoder_layer(
     With norms behind its halves, which round to autocast's dtype, they are under autocast over float32.
 
     Under autocast over float32 the sums, norms and their gradients are of float32, and all else of autocast's dtype, as
-    in the ops one by one. Each matrix is cast once, in both directions, and the products of weights' gradients are not
-    rounded to that dtype.
+    in the ops one by one; norms read what products made, and write what products read, without launches that cast. Each
+    matrix is cast once, in both directions, and the products of weights' gradients are not rounded to that dtype.
 
     Args:
         x: [batch, tokens, hidden], contiguous.
@@ -230,10 +231,11 @@ def _find(x: Tensor, cos: Tensor, sin: Tensor, weights: Weights, numbers: Number
     batch, tokens, hidden = x.shape
     heads = [(weight.shape[0] // numbers.head_dim, numbers.head_dim) for weight in (weights.q, weights.k)]
     q, k = (x.new_empty((batch, tokens, *own), dtype=dtype) for own in heads)
-    norms, eps = _norms_of(numbers), numbers.eps
-    norm = norms.norm["plans_of"](weights.out_norm is not None, x, weights.norm, eps[0], *norms.options)
+    norms, eps = _norms_of(numbers, x.dtype, dtype), numbers.eps
+    norm = norms.norm["plans_of"](weights.out_norm is not None, x, weights.norm, eps[0], *norms.options, *norms.to)
     if weights.out_norm is None:
-        add_norm = norms.add["plans_of"](True, x, x, weights.mlp_norm, eps[2], *norms.options)
+        made = x.new_empty((), dtype=dtype).expand(x.shape)
+        add_norm = norms.add["plans_of"](True, x, made, weights.mlp_norm, eps[2], *norms.options)
     else:
         add_norm = _NORM_ADD_NORM["plans_of"](True, x, x, weights.out_norm, weights.mlp_norm, eps[2], *norms.behind)
     mlp = plans_of_mlp(x.view(-1, hidden), *weights[-3:], numbers.activation, dtype)
@@ -249,12 +251,13 @@ def _find(x: Tensor, cos: Tensor, sin: Tensor, weights: Weights, numbers: Number
     return False if None in found else found
 
 
-def _norms_of(numbers: Numbers) -> _Norms:
+def _norms_of(numbers: Numbers, wide: torch.dtype, dtype: torch.dtype) -> _Norms:
     options = () if numbers.cast and not numbers.offset else (numbers.offset, numbers.cast)
-    kind = "_offset" if options else ""
+    to = () if dtype == wide else (dtype,)
+    kind = ("_offset" if options else "") + ("_to" if to else "")
     turn, of_turn = ("qk_norm_rope_general", (numbers.offset, False, False)) if numbers.offset else ("qk_norm_rope", ())
     norm, add, heads = (FUNCTIONS[name] for name in (f"rms_norm{kind}", f"fused_add_rms_norm{kind}", turn))
-    return _Norms(norm, add, heads, options, of_turn, (numbers.offset, numbers.cast))
+    return _Norms(norm, add, heads, options, to, of_turn, (numbers.offset, numbers.cast))
 
 
 def _of_attention(
@@ -351,7 +354,7 @@ class _DecoderLayer(torch.autograd.Function):
         adapters = adapters_of(kinds, factors) if kinds else ()
         (batch, tokens, hidden), size = x.shape, numbers.head_dim
         norms, eps = plans.norms, numbers.eps
-        rows = norms.norm["launch"](plans.norm, x, weights.norm, eps[0], *norms.options).view(-1, hidden).to(dtype)
+        rows = norms.norm["launch"](plans.norm, x, weights.norm, eps[0], *norms.options, *norms.to).view(-1, hidden)
         made, low = products(rows, weights[1:4], weights[4:7], adapters[:3])
         count, rows = rows.shape[0], rows if any(wants[1:4]) or any(of_factors[:6:2]) else None
         q, k, v = (y.view(batch, tokens, -1, size) for y in made)
@@ -364,8 +367,8 @@ class _DecoderLayer(torch.autograd.Function):
         # Of rows, which takes the host less than a product of three dimensions.
         (made,), low_out = products(out.view(count, -1), (weights.out,), (None,), adapters[3:4])
         made = shaped(made, batch, tokens, hidden)
-        total, mlp_rows = _summed(plans, x, made.to(x.dtype), weights, eps[2])
-        mlp_rows = mlp_rows.view(-1, hidden).to(dtype)
+        total, mlp_rows = _summed(plans, x, made, weights, eps[2])
+        mlp_rows = mlp_rows.view(-1, hidden)
         y, gate, up, active, lows = launched(plans.mlp[0], mlp_rows, weights[-3:], adapters[4:])
         # Of q and k as they were, and of what halves make, only the gradients of their norms read.
         before = (q, k) if weights.q_norm is not None else (None, None)
@@ -439,7 +442,7 @@ class _DecoderLayer(torch.autograd.Function):
                 dx, dnorm = norms.add["launch_backward"](plans.add_norm, needs, dtotal, drows, *of_norm)
             else:
                 # As its parts: of a sum and its norm alone such a layer has no plan, so that jobs would miss a record.
-                dx, dnorm = norms.norm["launch_backward"](plans.norm, (True, wants.norm), drows, *of_norm)
+                dx, dnorm = norms.norm["launch_backward"](plans.norm, (True, wants.norm), drows, *of_norm, *norms.to)
                 dx.add_(dtotal)
         elif any(of_factors[:6:2]):
             dlow = low_gradient(slopes, adapters[:3])
