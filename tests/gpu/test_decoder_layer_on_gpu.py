@@ -128,7 +128,7 @@ def test_adapters_of_float32_are_cast_by_autocast(by_parts, served):
     assert most <= 1.01 * usual
 
 
-@pytest.mark.parametrize("name", ["qwen3-0.6b", "llama-3.2-1b", "qwen2.5-0.5b"])
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("inside", [False, True], ids=["forward", "backward too"])
 def test_weights_of_float32_under_autocast(name, inside, by_parts, served):
     """Norms are other kernels than those of parts, whose records may add up rows in another order."""

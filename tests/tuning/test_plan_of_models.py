@@ -231,6 +231,17 @@ def test_autocast_over_float32_is_planned_as_a_trainer_casts():
         Steps([64], dtype=["bfloat16"], autocast=True)
 
 
+def test_norms_around_halves_are_planned_as_a_trainer_casts():
+    """Those behind products round to the half type, as transformers' do."""
+    found = by_kernel(planned(SMALL | {"model_type": "gemma3_text"}, dtype=["float32"], autocast=True))
+    names = ("dtype", "weight_dtype", "product_dtype")
+    for norm in ("rms_norm", "fused_add_rms_norm"):
+        assert sizes(found[f"{norm}_offset_to_forward"], *names) == {("float32", "float32", "bfloat16")}
+    behind, last = ("bfloat16", "float32"), ("float32", "float32")
+    for direction in ("forward", "backward"):
+        assert sizes(found[f"rms_norm_offset_{direction}"], "dtype", "weight_dtype") == {behind, last}
+
+
 def test_layers_are_planned_as_one_op():
     """Whose first norm's gradient is a launch with that of the sum before it."""
     launches = Counter()
