@@ -65,7 +65,7 @@ def served(monkeypatch):
     def layer(x, *given):
         made = whole(x, *given)
         if x.is_cuda:
-            # The first step of a model without records is run on meta tensors first, by parts.
+            # A model without records first runs a step on meta tensors.
             found.append(made)
         return made
 
@@ -155,9 +155,10 @@ def test_adapters_of_float32_are_cast_by_autocast(by_parts, served):
     assert most <= 1.01 * usual
 
 
-@pytest.mark.parametrize("name", ["qwen3-0.6b", "llama-3.2-1b", "qwen2.5-0.5b"])
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("inside", [False, True], ids=["forward", "backward too"])
 def test_weights_of_float32_under_autocast(name, inside, by_parts, served):
+    """Norms are other kernels than those of parts, whose records may add up rows in another order."""
     model = made(name, dtype=torch.float32)
 
     casts = partial(torch.autocast, "cuda", torch.bfloat16)
@@ -172,7 +173,7 @@ def test_weights_of_float32_under_autocast(name, inside, by_parts, served):
     loss, found, most = autocast_step()
     assert None not in [y if y is None else 0 for y in served]
     expected, theirs, usual = by_parts(autocast_step)
-    assert torch.equal(loss, expected)
+    torch.testing.assert_close(loss, expected, rtol=1e-3, atol=0)
     for one, other in zip(found, theirs, strict=True):
         assert torch.nn.functional.cosine_similarity(one.double().ravel(), other.double().ravel(), 0) > 0.9995
     assert most <= 1.01 * usual

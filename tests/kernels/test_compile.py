@@ -5,11 +5,11 @@ import itertools
 
 import pytest
 from environments import without_kept_cubins
-from spec_samples import compiled, config_of, id_of, resources_of, runs_on, sized
+from spec_samples import compiled, config_of, each, id_of, resources_of, runs_on, sized
 
 from tilekern.compile.toolchain import compile_candidate, toolkit
 from tilekern.errors import CompileFailed
-from tilekern.kernels import spec_named
+from tilekern.kernels import rms_norm_to, spec_named
 from tilekern.kernels.adamw import WIDTHS
 from tilekern.kernels.attention.problem import keys_apart
 from tilekern.kernels.grouped.space import first_tile
@@ -56,6 +56,18 @@ def test_the_default_config_spills_nothing_at_the_sizes_of_qwen3_8b(spec, arch):
 
 
 BOTH = ("sm_90", "sm_100")
+
+
+@each(rms_norm_to.SPECS)
+@pytest.mark.parametrize("arch", BOTH)
+@pytest.mark.parametrize("columns", [1024, 4096])
+@pytest.mark.share(8)
+def test_norms_of_float32_between_products_of_half_types_spill_nothing(spec, arch, columns):
+    problem = sized(spec, "float32", rows=4096, columns=columns).but(product_dtype="bfloat16")
+    assert judge(spec, problem, resolve(arch), ALIGNED).stack_bytes == 0
+    judge(spec, problem, resolve(arch), GENERIC)
+
+
 HEADS = {"batch": 4, "queries": 4096, "keys": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128}
 CACHE = {"kv_heads": 8, "keys": 4096, "page_size": 1, "group": 4, "head_dim": 128}
 LONG = HEADS | {"batch": 1, "queries": 8192, "keys": 8192}

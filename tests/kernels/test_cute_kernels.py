@@ -11,7 +11,7 @@ from tilekern.compile.cubin import code_of, parameter_bytes, read_resources
 from tilekern.compile.cute_compiler import compile_kernel, compiler, passed_bytes
 from tilekern.compile.toolchain import assumptions, compile_candidate
 from tilekern.errors import CompileFailed, ToolchainMissing
-from tilekern.kernels import spec_named
+from tilekern.kernels import rms_norm_to, spec_named
 from tilekern.spec import ALIGNED, ITEM_BYTES, Config, CuteKernel
 from tilekern.spec.source import files_of
 from tilekern.spec.targets import INTERPRETED, KNOWN, resolve
@@ -256,6 +256,16 @@ def vectors_of(kernel, config):
     if "rows" not in config:
         return -(-32000 // (8 * config["threads"] * config["cluster"]))
     return len(matrices_read(kernel)) * -(-4096 // (8 * config["threads"]))
+
+
+@pytest.mark.slow
+@needs_cute
+@each(rms_norm_to.SPECS)
+@pytest.mark.parametrize("target", [H200, B200], ids=["H200", "B200"])
+def test_norms_of_float32_between_products_of_half_types_compile(spec, target):
+    problem = problem_of(spec, dtype="float32").but(product_dtype="bfloat16")
+    made = compile_candidate(spec, problem, configs(spec, problem, target)[0], target, ALIGNED)
+    assert made.resources().stack_bytes <= 64
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from spec_samples import assert_right, configs, each, inputs_of, one_of_each, plain_inputs, sized
+from spec_samples import assert_right, configs, each, inputs_of, launched, one_of_each, plain_inputs, sized
 
 from tilekern.kernels import spec_named
 from tilekern.spec.targets import KNOWN
@@ -84,6 +84,21 @@ def test_the_norm_is_rounded_before_the_sum(name):
     total = next(iter(spec.outputs(problem, 1)))
     assert spec.reference(**inputs, cast=False)[total][0].tolist() == [2.0] + [0.0] * 63
     assert_right(spec, problem, configs(spec, problem)[:4], inputs)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["rms_norm", "rms_norm_offset", "fused_add_rms_norm", "fused_add_rms_norm_offset"])
+def test_between_products_of_another_dtype_results_have_the_bits_of_casts(name, dtype):
+    wide, spec = (spec_named(f"{name}{kind}_forward") for kind in ("", "_to"))
+    problem = sized(spec, "float32", rows=5, columns=83).but(product_dtype=dtype)
+    inputs = inputs_of(spec, problem)
+    for config in one_of_each(spec, problem, "schedule", "passes", "tile_m", "tile_n"):
+        found = launched(spec, problem, config, inputs)
+        usual = inputs | {"x": inputs["x"].float()}
+        expected = launched(wide, sized(wide, "float32", rows=5, columns=83), config, usual)
+        expected["y"] = expected["y"].to(getattr(torch, dtype))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in found)
 
 
 @pytest.mark.parametrize("name", ["forward", "backward"])

@@ -19,7 +19,7 @@ import formulas
 import torch
 from experts_samples import GATES, by_loop, clear_limit, layer
 from hypothesis import strategies as st
-from op_samples import APART, EPS, LAYOUTS, OPS, SHIPPED, laid_out, slopes_of
+from op_samples import APART, EPS, LAYOUTS, OPS, SHIPPED, laid_out, scalars_of, slopes_of
 from tolerances import ONCE, TOLERANCE
 
 from tilekern import interpreter, ops
@@ -836,7 +836,7 @@ ROUNDED_ONCE = (
 
 def declared(name: str) -> Case:
     """The case of an op that its declaration says all of."""
-    op, said = OPS[name], SHIPPED[name]
+    op, said, scalars = OPS[name], SHIPPED[name], scalars_of(SHIPPED[name])
 
     def make(d: Drawn) -> Given:
         leading = d.leading(*op.leading)
@@ -848,6 +848,7 @@ def declared(name: str) -> Case:
 
     def dtypes(given: Given) -> tuple[torch.dtype, ...]:
         known = {array.dtype: given[name].dtype for name, array in said.inputs.items()}
+        known |= {kind: scalars[name] for kind, name in said.flags.items() if name in scalars}
         kinds = [said.outputs[result].dtype.split("*") for result in said.shown]
         return tuple(promoted(*(known.get(kind) or getattr(torch, kind) for kind in each)) for each in kinds)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from contract import CASES, Drawn
-from op_samples import EPS, assert_near
+from op_samples import DTYPES, EPS, assert_near, slopes_of
 from tolerances import FLOAT64
 
 import tilekern
@@ -12,6 +12,7 @@ from tilekern.kernels.families.stripes import groups_of
 from tilekern.ops import dyt, fused_add_rms_norm, group_norm, poly_norm, rms_norm
 from tilekern.ops.fused_rms_norm_add import fused_rms_norm_add
 from tilekern.ops.fused_rms_norm_add_rms_norm import fused_rms_norm_add_rms_norm
+from tilekern.ops.operation import FUNCTIONS
 from tilekern.ops.rms_norm import CASTING_MODES
 from tilekern.runtime import dispatch
 from tilekern.spec import bucket
@@ -130,6 +131,25 @@ def test_the_gradient_that_comes_in_is_left_as_it_is(in_place):
     before = slope.clone()
     y.backward(slope)
     assert torch.equal(slope, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["rms_norm", "rms_norm_offset", "fused_add_rms_norm", "fused_add_rms_norm_offset"])
+def test_norms_of_float32_between_products_of_another_dtype_have_the_bits_of_casts(name, dtype):
+    """And so have their gradients, also of a sum that nothing else reads."""
+    op, norm = (FUNCTIONS[each][each] for each in (f"{name}_to", name))
+    given, scalars = usual(f"{name}_to"), (EPS, *((1.0, False) if name.endswith("offset") else ()))
+    if name.startswith("fused"):
+        given[1] = given[1].detach().to(dtype).requires_grad_()
+        *found, y = op(*given, *scalars)
+        *wanted, wide = norm(given[0], given[1].float(), *given[2:], *scalars)
+    else:
+        found, wanted, y, wide = [], [], op(*given, *scalars, dtype), norm(*given, *scalars)
+    slopes = slopes_of([*found, y])
+    for results, right in (([*found, y], [*wanted, wide.to(dtype)]), ([y], [wide.to(dtype)])):
+        assert all(map(torch.equal, results, right))
+        pulled = (torch.autograd.grad(z, given, slopes[-len(z) :], retain_graph=True) for z in (results, right))
+        assert all(map(torch.equal, *pulled))
 
 
 def test_numbers_near_0_keep_their_digits():

@@ -34,7 +34,7 @@ def nothing_traced():
 
 
 def seen_from_inside(model, **given):
-    """What is foreseen in the midst of a forward with its backward: at the first call of the last layer's MLP."""
+    """What is foreseen in the midst of a forward with its backward: where angles are computed."""
     found = []
 
     def look(*_):
@@ -43,13 +43,13 @@ def seen_from_inside(model, **given):
             found.append(foreseen and foreseen.problems)
 
     # A hook would be a reason for an op not to run.
-    mlp = model.model.layers[-1].mlp
-    forward = mlp.forward
-    mlp.forward = lambda *args: look() or forward(*args)
+    rotary = model.model.rotary_emb
+    forward = rotary.forward
+    rotary.forward = lambda *args, **more: look() or forward(*args, **more)
     try:
         result = model(**given)
     finally:
-        del mlp.forward
+        del rotary.forward
     return found[0], result
 
 

@@ -218,12 +218,37 @@ def test_autocast_over_float32_is_planned_as_a_trainer_casts():
     found = by_kernel(planned(SMALL, dtype=["float32"], autocast=True, optimizer="none"))
     assert sizes(found["attention_backward"], "dtype") == sizes(found["swiglu_forward"], "dtype") == {("bfloat16",)}
     assert sizes(found["fused_add_rms_norm_backward"], "dtype", "weight_dtype") == {("float32", "float32")}
+    for norm in ("rms_norm", "fused_add_rms_norm"):
+        names = ("dtype", "weight_dtype", "product_dtype")
+        assert sizes(found[f"{norm}_to_forward"], *names) == {("float32", "float32", "bfloat16")}
+        # Of evaluation.
+        assert sizes(found[f"{norm}_forward"], "dtype") == {("float32",)}
     names = ("dtype", "weight_dtype", "angle_dtype")
     assert sizes(found["qk_norm_rope_forward"], *names) == {("bfloat16", "float32", "float32")}
     # Of the loss, whose products are cast.
     assert sizes(found["fused_linear_cross_entropy"], "dtype") == {("bfloat16",)}
     with pytest.raises(InputError, match="float32"):
         Steps([64], dtype=["bfloat16"], autocast=True)
+
+
+def test_norms_around_halves_are_planned_as_a_trainer_casts():
+    """Those behind products round to the half type, as transformers' do."""
+    found = by_kernel(planned(SMALL | {"model_type": "gemma3_text"}, dtype=["float32"], autocast=True))
+    names = ("dtype", "weight_dtype", "product_dtype")
+    for norm in ("rms_norm", "fused_add_rms_norm"):
+        assert sizes(found[f"{norm}_offset_to_forward"], *names) == {("float32", "float32", "bfloat16")}
+    behind, last = ("bfloat16", "float32"), ("float32", "float32")
+    for direction in ("forward", "backward"):
+        assert sizes(found[f"rms_norm_offset_{direction}"], "dtype", "weight_dtype") == {behind, last}
+
+
+def test_layers_are_planned_as_one_op():
+    """Whose first norm's gradient is a launch with that of the sum before it."""
+    launches = Counter()
+    for (kernel, _), count in planned(SMALL, optimizer="none").launches.items():
+        launches[kernel] += count
+    assert launches["fused_add_rms_norm_backward"] == 2 * SMALL["num_hidden_layers"]
+    assert launches["rms_norm_backward"] == 1
 
 
 def test_under_hooks_ops_run_one_by_one():

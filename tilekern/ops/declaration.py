@@ -25,7 +25,7 @@ _OVERRIDES = (
 # Types of arguments in torch's schema language.
 _KINDS = {
     "Tensor": "Tensor", "Tensor | None": "Tensor?", "float": "float", "float | None": "float?",
-    "int": "SymInt", "int | None": "SymInt?", "bool": "bool", "str": "str", "str | None": "str?",
+    "int": "SymInt", "int | None": "SymInt?", "bool": "bool", "str": "str", "str | None": "str?", "dtype": "ScalarType",
 }  # fmt: skip
 
 
@@ -53,7 +53,8 @@ class Declaration:
         ungraded: tensors without a gradient; if one needs it, the formula runs.
         gradients: names of gradients that are not ``d<argument>``: two arguments may share a gradient, and a result's
             gradient may be passed on unchanged.
-        flags: values of the specs' flags: expressions of the scalars and of whether optional tensors are None.
+        flags: values of the specs' flags, and of dtypes that no tensor has: expressions of the scalars and of whether
+            optional tensors are None. A result's gradient is cast to the dtype that the backward takes.
         backward_flags: flags that differ in the backward.
         key: further expressions that plans depend on.
         shapes: expressions that plans depend on instead of the shapes of some tensors.

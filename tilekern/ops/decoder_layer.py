@@ -103,14 +103,15 @@ class Numbers(NamedTuple):
 class _Norms(NamedTuple):
     """The ops of norms of one kind, and the arguments that follow eps.
 
-    ``norm`` and ``add``, of a sum's norm, take ``options``, ``turn``, of heads, takes ``of_turn``, and the ops of norms
-    before a sum take ``behind``.
+    ``norm`` and ``add``, of a sum's norm, take ``options``, and ``norm`` then ``to``, the dtype of products if that is
+    another one. ``turn``, of heads, takes ``of_turn``, and the ops of norms before a sum take ``behind``.
     """
 
     norm: dict[str, Any]
     add: dict[str, Any]
     turn: dict[str, Any]
     options: tuple[Any, ...]
+    to: tuple[torch.dtype, ...]
     of_turn: tuple[Any, ...]
     behind: tuple[Any, ...]
 
@@ -119,19 +120,22 @@ class _Plans(NamedTuple):
     """The ops of a layer's norms, and the plans of a layer's ops.
 
     ``turn`` is of ``qk_norm_rope`` or ``rope``, ``add_norm`` of the first sum and its norms, ``mlp`` of the products'
-    MLP, ``last`` of the norm behind the MLP and its sum; empty without one.
+    MLP, ``last`` of the norm behind the MLP and its sum. Under autocast over float32 ``out_norm`` is of the norm behind
+    attention, ``add_norm`` of the sum and the norm of it, and ``last`` of a norm alone. Those of norms that a layer
+    lacks are empty.
     """
 
     norms: _Norms
     norm: Any
     turn: Any
+    out_norm: Any
     add_norm: Any
     mlp: Any
     last: Any
 
 
-_NORM_ADD_NORM, _NORM_ADD, _TURN, _ATTENTION = (
-    FUNCTIONS[name] for name in ("rms_norm_add_rms_norm", "rms_norm_add", "rope", "attention")
+_NORM_ADD_NORM, _NORM_ADD, _NORM, _TURN, _ATTENTION = (
+    FUNCTIONS[name] for name in ("rms_norm_add_rms_norm", "rms_norm_add", "rms_norm_offset", "rope", "attention")
 )
 # Per kind of call; False if a kernel is missing, whose op says so when it is called.
 _plans: dict[Any, _Plans | bool] = memo()
@@ -140,7 +144,7 @@ _ALIGNED = 16
 # Of the weights, those that autocast leaves as they are.
 _NORMS = ("norm", "q_norm", "k_norm", "out_norm", "mlp_norm", "down_norm")
 # Of the inputs of an op: all need a gradient.
-_ALL = (True,) * 4
+_ALL: tuple[bool, ...] = (True,) * 4
 _COUNT = len(Weights._fields)
 
 
@@ -150,13 +154,13 @@ def decoder_layer(
 ) -> Tensor | None:  # fmt: skip
     """Return the output of a layer, or None if its ops are to run one by one.
 
-    They are, if nothing up to the attention needs a gradient, in a trace, in the invariant mode, for weights of another
-    dtype than ``x``, if ``products`` do not serve the call, or where a kernel is missing. With norms behind its halves,
-    which round to autocast's dtype, they are under autocast over float32.
+    They are, if nothing up to the attention needs a gradient, where torch traces, in the invariant mode, for weights of
+    another dtype than ``x``, if ``products`` do not serve the call, or where a kernel is missing. So they are under
+    autocast over float32 for norms behind halves that round before their weights, which widen them.
 
     Under autocast over float32 the sums, norms and their gradients are of float32, and all else of autocast's dtype, as
-    in the ops one by one. Each matrix is cast once, in both directions, and the products of weights' gradients are not
-    rounded to that dtype.
+    in the ops one by one; norms read what products made, and write what products read, without launches that cast. Each
+    matrix is cast once, in both directions, and the products of weights' gradients are not rounded to that dtype.
 
     Args:
         x: [batch, tokens, hidden], contiguous.
@@ -171,7 +175,7 @@ def decoder_layer(
     """
     dtype = product_dtype(x, cos, sin, *weights)
     is_behind = weights.out_norm is not None or weights.down_norm is not None
-    if dtype is None or (is_behind and dtype != x.dtype) or x.is_meta or is_invariant():
+    if dtype is None or (is_behind and numbers.cast and dtype != x.dtype) or is_invariant():
         return None
     if not torch.is_grad_enabled() or not x.is_contiguous() or cos.requires_grad or sin.requires_grad:
         return None
@@ -227,31 +231,36 @@ def _find(
     batch, tokens, _ = x.shape
     heads = [(weight.shape[0] // numbers.head_dim, numbers.head_dim) for weight in (weights.q, weights.k)]
     q, k = (x.new_empty((batch, tokens, *own), dtype=dtype) for own in heads)
-    norms, eps = _norms_of(numbers), numbers.eps
-    norm = norms.norm["plans_of"](weights.out_norm is not None, x, weights.norm, eps[0], *norms.options)
-    if weights.out_norm is None:
-        add_norm = norms.add["plans_of"](True, x, x, weights.mlp_norm, eps[2], *norms.options)
-    else:
+    norms, eps = _norms_of(numbers, x.dtype, dtype), numbers.eps
+    is_joined = weights.out_norm is not None and not norms.to
+    norm = norms.norm["plans_of"](is_joined, x, weights.norm, eps[0], *norms.options, *norms.to)
+    made, out_norm, last = x.new_empty((), dtype=dtype).expand(x.shape), (), ()
+    if is_joined:
         add_norm = _NORM_ADD_NORM["plans_of"](True, x, x, weights.out_norm, weights.mlp_norm, eps[2], *norms.behind)
+    else:
+        add_norm = norms.add["plans_of"](True, x, made, weights.mlp_norm, eps[2], *norms.options)
+        if weights.out_norm is not None:
+            out_norm = _NORM["plans_of"](True, made, weights.out_norm, eps[2], *norms.behind)
     mlp = products.plans_of(x, weights, numbers.activation, dtype)
-    last: Any = ()
     if weights.down_norm is not None:
-        last = _NORM_ADD["plans_of"](True, x, x, weights.down_norm, eps[3], *norms.behind)
+        own = weights.down_norm, eps[3], *norms.behind
+        last = _NORM["plans_of"](True, made, *own) if norms.to else _NORM_ADD["plans_of"](True, x, x, *own)
     if weights.q_norm is None or weights.k_norm is None:
         turn = _TURN["plans_of"](True, q.transpose(1, 2), k.transpose(1, 2), cos, sin, False)
     else:
         of_heads = weights.q_norm, weights.k_norm, cos, sin, eps[1], *norms.of_turn
         turn = norms.turn["plans_of"](True, q, k, *of_heads)
-    found = _Plans(norms, norm, turn, add_norm, mlp, last)
+    found = _Plans(norms, norm, turn, out_norm, add_norm, mlp, last)
     return False if None in found else found
 
 
-def _norms_of(numbers: Numbers) -> _Norms:
+def _norms_of(numbers: Numbers, wide: torch.dtype, dtype: torch.dtype) -> _Norms:
     options = () if numbers.cast and not numbers.offset else (numbers.offset, numbers.cast)
-    kind = "_offset" if options else ""
+    to = () if dtype == wide else (dtype,)
+    kind = ("_offset" if options else "") + ("_to" if to else "")
     turn, of_turn = ("qk_norm_rope_general", (numbers.offset, False, False)) if numbers.offset else ("qk_norm_rope", ())
     norm, add, heads = (FUNCTIONS[name] for name in (f"rms_norm{kind}", f"fused_add_rms_norm{kind}", turn))
-    return _Norms(norm, add, heads, options, of_turn, (numbers.offset, numbers.cast))
+    return _Norms(norm, add, heads, options, to, of_turn, (numbers.offset, numbers.cast))
 
 
 def _of_attention(
@@ -293,10 +302,13 @@ def _turned_backward(
 
 def _summed(plans: _Plans, x: Tensor, y: Tensor, weights: Weights, eps: float) -> Any:
     """Return the sum of x and what attention adds, normalised if it has a norm, and the norm of the sum."""
-    if weights.out_norm is None:
-        return plans.norms.add["launch"](plans.add_norm, x, y, weights.mlp_norm, eps, *plans.norms.options)
-    both = weights.out_norm, weights.mlp_norm, eps, *plans.norms.behind
-    return _NORM_ADD_NORM["launch"](plans.add_norm, x, y, *both)
+    norms = plans.norms
+    if weights.out_norm is not None and not norms.to:
+        both = weights.out_norm, weights.mlp_norm, eps, *norms.behind
+        return _NORM_ADD_NORM["launch"](plans.add_norm, x, y, *both)
+    if weights.out_norm is not None:
+        y = _NORM["launch"](plans.out_norm, y, weights.out_norm, eps, *norms.behind)
+    return norms.add["launch"](plans.add_norm, x, y, weights.mlp_norm, eps, *norms.options)
 
 
 def _summed_backward(
@@ -306,15 +318,19 @@ def _summed_backward(
 
     Those of weights that are not wanted may be None.
     """
-    slopes = dtotal, dy, total
+    norms, slopes = plans.norms, (dtotal, dy, total)
+    if weights.out_norm is not None and not norms.to:
+        both = weights.out_norm, weights.mlp_norm, eps, *norms.behind
+        needs = True, True, wants.out_norm, wants.mlp_norm
+        made: tuple[Any, ...] = _NORM_ADD_NORM["launch_backward"](plans.add_norm, needs, *slopes, y, *both)
+        return made
+    own = weights.mlp_norm, eps, *norms.options
+    dx, dmlp_norm = norms.add["launch_backward"](plans.add_norm, (True, True, wants.mlp_norm), *slopes, *own)
     if weights.out_norm is None:
-        own = weights.mlp_norm, eps, *plans.norms.options
-        dx, dmlp_norm = plans.norms.add["launch_backward"](plans.add_norm, (True, True, wants.mlp_norm), *slopes, *own)
         return dx, dx, None, dmlp_norm
-    both = weights.out_norm, weights.mlp_norm, eps, *plans.norms.behind
-    needs = True, True, wants.out_norm, wants.mlp_norm
-    made: tuple[Any, ...] = _NORM_ADD_NORM["launch_backward"](plans.add_norm, needs, *slopes, y, *both)
-    return made
+    before = y, weights.out_norm, eps, *norms.behind
+    dy, dout_norm = _NORM["launch_backward"](plans.out_norm, (True, wants.out_norm), dx.to(y.dtype), *before)
+    return dx, dy, dout_norm, dmlp_norm
 
 
 def _cast(weights: Weights, dtype: torch.dtype) -> Weights:
@@ -353,7 +369,7 @@ class _DecoderLayer(torch.autograd.Function):
         adapters = adapters_of(kinds, factors) if kinds else ()
         (batch, tokens, hidden), size = x.shape, numbers.head_dim
         norms, eps = plans.norms, numbers.eps
-        rows = norms.norm["launch"](plans.norm, x, weights.norm, eps[0], *norms.options).view(-1, hidden).to(dtype)
+        rows = norms.norm["launch"](plans.norm, x, weights.norm, eps[0], *norms.options, *norms.to).view(-1, hidden)
         made, kept_first = products.linears(first, rows, weights[1:4], weights[4:7], adapters[:3])
         count = rows.shape[0]
         del rows
@@ -375,8 +391,8 @@ class _DecoderLayer(torch.autograd.Function):
             second, out.view(count, -1), (weights.out,), (None,), adapters[3:4], is_kept=True
         )
         made = shaped(made, batch, tokens, hidden)
-        total, mlp_rows = _summed(plans, x, made.to(x.dtype), weights, eps[2])
-        mlp_rows = mlp_rows.view(-1, hidden).to(dtype)
+        total, mlp_rows = _summed(plans, x, made, weights, eps[2])
+        mlp_rows = mlp_rows.view(-1, hidden)
         y, kept_third = products.mlp(plans.mlp, third, mlp_rows, weights[-3:], adapters[4:], numbers.activation)
         del mlp_rows
         # Only the gradients of the norms behind halves read what these make.
@@ -388,8 +404,11 @@ class _DecoderLayer(torch.autograd.Function):
         ends = itertools.accumulate(map(len, (weights, factors, kept_first, kept_second)))
         ctx.call, ctx.shape, ctx.ends = (attend, *call), x.shape, tuple(ends)
         if weights.down_norm is not None:
-            last: Tensor = _NORM_ADD["launch"](plans.last, total, y, weights.down_norm, eps[3], *norms.behind)
-            return last
+            own = weights.down_norm, eps[3], *norms.behind
+            if not norms.to:
+                last: Tensor = _NORM_ADD["launch"](plans.last, total, y, *own)
+                return last
+            y = _NORM["launch"](plans.last, y, *own)
         y = shaped(y, *x.shape)
         return y.add_(total) if dtype == x.dtype else total + y
 
@@ -410,8 +429,9 @@ class _DecoderLayer(torch.autograd.Function):
             dy = dy.clone(memory_format=torch.contiguous_format)
         slope, ddown_norm = dy, None
         if weights.down_norm is not None:
-            slope, ddown_norm = _NORM_ADD["launch_backward"](
-                plans.last, (True, True, wants.down_norm), dy, y, weights.down_norm, eps[3], *norms.behind
+            norm, needs = (_NORM, _ALL[:1]) if norms.to else (_NORM_ADD, _ALL[:2])
+            slope, ddown_norm = norm["launch_backward"](
+                plans.last, (*needs, wants.down_norm), dy.to(y.dtype), y, weights.down_norm, eps[3], *norms.behind
             )
         drows, dgate, dup, ddown, *dmlp = products.mlp_backward(
             plans.mlp, third, slope.view(-1, hidden).to(dtype), kept_third, weights[-3:], adapters[4:], wide,
@@ -442,12 +462,12 @@ class _DecoderLayer(torch.autograd.Function):
         dx = dnorm = None
         if x is not None:
             drows, of_norm = drows.view(ctx.shape), (x, weights.norm, eps[0], *norms.options)
-            if weights.out_norm is None:
-                needs = True, True, wants.norm
+            if weights.out_norm is None or norms.to:
+                needs = (*_ALL[:2], wants.norm)
                 dx, dnorm = norms.add["launch_backward"](plans.add_norm, needs, dtotal, drows, *of_norm)
             else:
                 # As its parts: of a sum and its norm alone such a layer has no plan, so that jobs would miss a record.
-                dx, dnorm = norms.norm["launch_backward"](plans.norm, (True, wants.norm), drows, *of_norm)
+                dx, dnorm = norms.norm["launch_backward"](plans.norm, (True, wants.norm), drows, *of_norm, *norms.to)
                 dx.add_(dtotal)
         # In the order of the weights.
         before = dnorm, *of_weights, *of_biases, *of_norms

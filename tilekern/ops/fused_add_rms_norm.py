@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tilekern.kernels import rms_norm_to as to
 from tilekern.kernels.fused_add_rms_norm import BACKWARD, FORWARD, OFFSET_BACKWARD, OFFSET_FORWARD
 from tilekern.ops.operation import operation
 from tilekern.ops.rms_norm import WITH_OPTIONS, gradients_by_norm, rms_norm, rms_norm_offset, weight_of
@@ -59,3 +60,25 @@ def _with_offset(
     """Compute the sum and its norm with ``weight + offset``; ``cast`` rounds before the weight."""
     total = residual + x
     return total, rms_norm_offset(total, weight, eps, offset, cast)
+
+
+@operation(
+    to.ADD_FORWARD, BACKWARD, sums=("weight",), gradients={"residual": "dx"},
+    **gradients_by_norm("rms_norm_to", is_cast=True),
+)  # fmt: skip
+def fused_add_rms_norm_to(residual: Tensor, x: Tensor, weight: Tensor, eps: float = 1e-6) -> Pair:
+    """Return :func:`fused_add_rms_norm` of two dtypes: the sum in that of the residual, its norm in that of x."""
+    total, y = fused_add_rms_norm(residual, x.to(residual.dtype), weight, eps)
+    return total, y.to(x.dtype)
+
+
+@operation(
+    to.ADD_OFFSET_FORWARD, OFFSET_BACKWARD, sums=("weight",), gradients={"residual": "dx"}, flags={"cast": "cast"},
+    **gradients_by_norm("rms_norm_offset_to", is_cast=True),
+)  # fmt: skip
+def fused_add_rms_norm_offset_to(
+    residual: Tensor, x: Tensor, weight: Tensor, eps: float = 1e-6, offset: float = 1.0, cast: bool = False
+) -> Pair:
+    """Return the same with ``weight + offset``."""
+    total, y = _with_offset(residual, x.to(residual.dtype), weight, eps, offset, cast)
+    return total, y.to(x.dtype)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilekern.kernels import rms_norm_to as to
 from tilekern.kernels.rms_norm import BACKWARD, FORWARD, OFFSET_BACKWARD, OFFSET_FORWARD
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import constant_row
@@ -37,11 +38,15 @@ def weight_of(
     return weight, offset, cast
 
 
-def gradients_by_norm(norm: str) -> dict[str, Any]:
-    """Return ``absent`` and ``fallback_backward`` of a sum and its norm, by the registered backward of the norm."""
+def gradients_by_norm(norm: str, *, is_cast: bool = False) -> dict[str, Any]:
+    """Return ``absent`` and ``fallback_backward`` of a sum and its norm, by the registered backward of the norm.
 
-    def of_norm(*given: Any) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = getattr(torch.ops.tilekern, f"{norm}_backward").default(*given)
+    It ``is_cast`` if its last argument is the dtype of its result.
+    """
+
+    def of_norm(dy: Tensor, *given: Any) -> tuple[Tensor, ...]:
+        given = (*given, dy.dtype) if is_cast else given
+        found: tuple[Tensor, ...] = getattr(torch.ops.tilekern, f"{norm}_backward").default(dy, *given)
         return found
 
     def absent(
@@ -103,3 +108,18 @@ def rms_norm_offset(x: Tensor, weight: Tensor, eps: float = 1e-6, offset: float 
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     normal = wide.to(x.dtype) if cast else wide
     return (normal * (weight.to(torch.float32) + offset)).to(x.dtype)
+
+
+@operation(to.FORWARD, BACKWARD, sums=("weight",), flags={"product_dtype": "dtype"})
+def rms_norm_to(x: Tensor, weight: Tensor, eps: float = 1e-6, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return :func:`rms_norm` in another dtype, rounded once if x and weight are of float32."""
+    return rms_norm(x, weight, eps).to(dtype)
+
+
+@operation(to.OFFSET_FORWARD, OFFSET_BACKWARD, sums=("weight",), flags={"cast": "cast", "product_dtype": "dtype"})
+def rms_norm_offset_to(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, offset: float = 1.0, cast: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
+    """Return :func:`rms_norm_offset` in another dtype, rounded once if x is of float32."""
+    return rms_norm_offset(x, weight, eps, offset, cast).to(dtype)

@@ -26,6 +26,7 @@ from tilekern.patch.guards import (
 )
 from tilekern.patch.rewriting import rewritten
 from tilekern.patch.skipped_logits import SKIPPED
+from tilekern.runtime.dispatch import meta_stands_for
 from tilekern.warning import warn_once
 
 Function = Callable[..., Any]
@@ -85,10 +86,10 @@ def fused_linear_cross_entropy(original: Function, **functions: Function) -> Fun
 def _cached(model: Any, asked: bool | None, cache: Any, labels: Any, skip_logits: bool | None) -> bool | None:
     """Return ``asked``, whether to make a cache; False where a model trains on labels and nobody asks or gives one.
 
-    Without a cache transformers reads values of positions, which there are none of on meta.
+    Without a cache transformers reads values of positions, which there are none of on meta outside of a trace.
     """
     is_left_out = asked is None and cache is None and labels is not None and model.training and skip_logits is not False
-    return False if is_left_out and not labels.is_meta else asked
+    return False if is_left_out and not (labels.is_meta and meta_stands_for() is None) else asked
 
 
 def unserved(model: Any, head: Any, loss: Any, is_gathered: bool = False) -> str:

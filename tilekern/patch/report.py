@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _LEAVES = ("rms_norm", "layer_norm", "swiglu", "mlp")
 # The kernels that a call of each op may launch forward. Those of rotations are launched backward as well.
 KERNELS: dict[str, tuple[str, ...]] = {
-    "rms_norm": ("rms_norm_forward", "rms_norm_offset_forward"),
+    "rms_norm": ("rms_norm_forward", "rms_norm_offset_forward", "rms_norm_to_forward", "rms_norm_offset_to_forward"),
     "layer_norm": ("layer_norm_forward", "fused_add_layer_norm_forward"),
     "swiglu": ("swiglu_forward", "swiglu_scaled_forward", "geglu_forward", "fp8_gated_forward"),
     "mlp": ("activation_forward",),
@@ -39,7 +39,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "rope": ("rope", "llama4_rope", "qwen2vl_mrope"),
     "fused_add_rms_norm": (
         "fused_add_rms_norm_forward", "fused_add_rms_norm_offset_forward", "fused_rms_norm_add_forward",
-        "fused_rms_norm_add_rms_norm_forward",
+        "fused_rms_norm_add_rms_norm_forward", "fused_add_rms_norm_to_forward", "fused_add_rms_norm_offset_to_forward",
     ),
     "fused_linear_cross_entropy": ("fused_linear_cross_entropy",),
     EXPERTS: (

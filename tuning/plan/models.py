@@ -186,6 +186,10 @@ def _step(model: Any, steps: Steps, ops: Collection[str], found: Trace, *, is_sp
                     step(model, batch, adamw=ADAMW in ops and steps.optimizer == ADAMW)
                 for run in _forwards(steps):
                     run(model)
+                if steps.autocast:
+                    # Evaluation has no gradient, so that ops run one by one; their norms are of float32.
+                    with found.aside():
+                        _score(model, steps)
 
 
 def _modes(model: Any, steps: Steps, found: Trace) -> list[Callable[[], contextlib.AbstractContextManager[None]]]:
@@ -229,9 +233,14 @@ def _forwards(steps: Steps) -> Iterator[Callable[[Any], None]]:
     """
     for sequences, context, chunk in itertools.product(steps.decode, steps.context, (None, *steps.chunk)):
         yield functools.partial(decode, sequences=sequences, context=context, chunk=chunk)
-    for batch in _batches(steps) if is_invariant() else ():
+    if is_invariant():
+        yield functools.partial(_score, steps=steps)
+
+
+def _score(model: Any, steps: Steps) -> None:
+    for batch in _batches(steps):
         if isinstance(batch, Batch):
-            yield functools.partial(score, batch=batch)
+            score(model, batch)
 
 
 def _note_attention(found: Trace, steps: Steps) -> None:

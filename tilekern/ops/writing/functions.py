@@ -159,7 +159,7 @@ def _blank(op: Declaration, array: Array) -> str:
     present = {name: given for name, given in op.inputs.items() if name not in op.optional}
     parts, said = array.dtype.split("*"), {given.dtype for given in present.values()}
     dtypes = [f"{name}.dtype" for name, given in present.items() if given.dtype in parts]
-    dtypes += [f"torch.{part}" for part in parts if part not in said]
+    dtypes += [op.flags.get(part, f"torch.{part}") for part in parts if part not in said]
     dtype = f"promoted({', '.join(dtypes)})" if len(dtypes) > 1 else dtypes[0]
     like = twin(array, present.values())
     if like is None:

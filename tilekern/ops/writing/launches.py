@@ -49,6 +49,7 @@ def facts(op: Declaration) -> dict[str, str]:
         for array in arrays_of(spec, "output"):
             like, dtype = twin(array, arrays_of(spec, "input")), dtype_of(op, array)
             known[f"{array.name}_dtype"] = dtype if like is None else f"other({dtype}, {dtype_of(op, like)})"
+    known |= {f"{name}_dtype": dtype_of(op, array) for name, array in _cast(op).items()}
     bodies = [] if op.launch else _forward(op)
     if op.backward is not None and not op.launch_backward:
         bodies = [*bodies, *_backward(op, op.backward)]
@@ -84,8 +85,17 @@ def _forward(op: Declaration) -> Lines:
     return [*_prepared(op, op.forward), *_launched(op, op.forward, "forward_plan"), f"return {', '.join(op.results)}"]
 
 
+def _cast(op: Declaration) -> dict[str, Array]:
+    """The slopes of results that have a dimension for their dtype, which the backward lacks and takes another for."""
+    if op.backward is None:
+        return {}
+    lacking = {d.name for d in op.forward.dimensions} - {d.name for d in op.backward.dimensions}
+    slopes = {f"d{name}" for name in op.shown if op.outputs[name].dtype in lacking}
+    return {array.name: array for array in arrays_of(op.backward, "input") if array.name in slopes}
+
+
 def _backward(op: Declaration, spec: KernelSpec) -> Lines:
-    body = _prepared(op, spec)
+    body = [*(f"{name} = {name}.to({name}_dtype)" for name in _cast(op)), *_prepared(op, spec)]
     launched = _launched(op, spec, "backward_plan")
     returned = f"return {', '.join(op.made)}"
     if not op.sums:

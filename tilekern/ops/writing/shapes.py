@@ -120,7 +120,7 @@ def values(op: Declaration) -> dict[str, str]:
 
 def dtype_of(op: Declaration, array: Array) -> str:
     """The dtype of an array as an expression of the tensors' dtypes."""
-    said = {tensor.dtype: f"{tensor.name}.dtype" for tensor in reversed(present(op))}
+    said = dict(op.flags) | {tensor.dtype: f"{tensor.name}.dtype" for tensor in reversed(present(op))}
     parts = [said.get(part, f"torch.{part}") for part in array.dtype.split("*")]
     return parts[0] if len(parts) == 1 else f"promoted({', '.join(parts)})"
 
