@@ -547,3 +547,35 @@ def test_a_layer_that_was_seen_can_be_saved_and_freed(served):
     del model
     gc.collect()
     assert gone() is None
+
+
+class OfIds(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(input_ids=ids).logits
+
+
+def traced_by_torchscript(model):
+    return [torch.jit.trace(OfIds(model), IDS, check_trace=False)(IDS.flip(1))]
+
+
+def of_each_row(model):
+    def loss(given, row):
+        return torch.func.functional_call(model, given, kwargs={"input_ids": row[None], "labels": row[None]}).loss
+
+    given = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return list(torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(given, IDS).values())
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace", "ignore:.*the model's own op runs instead")
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("run", [traced_by_torchscript, of_each_row], ids=lambda run: run.__name__)
+def test_what_traces_or_transforms_a_model_sees_operations_of_torch(run, served):
+    expected = run(small("sdpa"))
+    apply()
+    assert near(run(small()), expected)
+    assert not any(served)

@@ -29,7 +29,7 @@ from tilekern.ops import (  # noqa: F401 (declared)
     rms_norm,
     rope,
 )  # fmt: skip
-from tilekern.ops.gated_mlp import kept, launched, launched_backward
+from tilekern.ops.gated_mlp import UNREAD, kept, launched, launched_backward
 from tilekern.ops.gated_mlp import plans_of as plans_of_mlp
 from tilekern.ops.lora_linear import (
     Adapter,
@@ -375,7 +375,7 @@ class _DecoderLayer(torch.autograd.Function):
             active if is_read else None,
         )  # fmt: skip
         ctx.save_for_backward(
-            x if of_x or wants.norm else None, rows,
+            UNREAD, x if of_x or wants.norm else None, rows,
             low if any(of_factors[1:6:2]) else None, low_out if of_factors and of_factors[7] else None,
             *before, *turned, v, out, lse, total, *kept(wants[-3:-1], of_factors[8:], mlp_rows, lows), gate, up, *added,
             *weights, *factors, cos, sin, starts,
@@ -390,7 +390,7 @@ class _DecoderLayer(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, rows, low, low_out, q, k, turned_q, turned_k, v, out, lse, total, *saved = ctx.saved_tensors
+        _, x, rows, low, low_out, q, k, turned_q, turned_k, v, out, lse, total, *saved = ctx.saved_tensors
         mlp_rows, low_mlp, low_down, gate, up, made, y, active, *parameters = saved
         # What a later part does not read is freed while that runs.
         ctx.maybe_clear_saved_tensors()
