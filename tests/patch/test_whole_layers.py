@@ -571,7 +571,7 @@ def of_each_row(model):
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace", "ignore:.*the model's own op runs instead")
+@pytest.mark.filterwarnings("error::tilekern.errors.TilekernWarning", "ignore:`torch.jit.trace")
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("run", [traced_by_torchscript, of_each_row], ids=lambda run: run.__name__)
 def test_what_traces_or_transforms_a_model_sees_operations_of_torch(run, served):
