@@ -13,6 +13,7 @@ from tiny_qwen3 import IDS, apply, make, step
 from torch.nn.utils import parametrize
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import output_capturing
 
 import tilekern
 from tilekern.patch import families, matching, whole_layers
@@ -514,6 +515,37 @@ def test_hidden_states_and_checkpoints_go_on_working(served):
         assert near(steps_of(model, served), expected)
         # Once a layer: the first way makes its forward without gradients, and the other ends the second one early.
         assert served == [True, True]
+
+
+def test_hooks_that_collect_hidden_states_change_nothing(served):
+    """They stay on attentions; a checkpoint must make again what it kept before there were any."""
+    expected = step(small("eager"))
+    states = small("eager")(input_ids=IDS, output_hidden_states=True).hidden_states
+    apply()
+    model = small()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    loss = model(input_ids=IDS, labels=IDS).loss
+    with torch.no_grad():
+        assert near(model(input_ids=IDS, output_hidden_states=True).hidden_states, states)
+    assert model.model.layers[0].self_attn._forward_hooks
+    loss.backward()
+    assert near([loss.detach(), *(parameter.grad for parameter in model.parameters())], expected)
+    for options in ({}, {"output_hidden_states": True}):
+        assert near(steps_of(model, served, **options), expected)
+        assert served == [True, True]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_hooks_that_collect_what_an_attention_returns_are_called(index, served):
+    apply()
+    model = small()
+    step(model)
+    names = ("install_output_capuring_hook", "install_output_capturing_hook")
+    install = next(getattr(output_capturing, name) for name in names if hasattr(output_capturing, name))
+    install(model.model.layers[0].self_attn, "seen", index)
+    steps_of(model, served)
+    # The second result is weights, of which there are none.
+    assert len(served) == 1 + index
 
 
 def test_one_model_alone_is_served_and_others_are_not(served):
