@@ -119,3 +119,12 @@ def test_the_least_and_the_most_soft_cap_give_numbers(softcap):
     q, k, v = (torch.randn(1, 23, 2, 16) for _ in range(3))
     out = attention(q, k, v, softcap=softcap)
     torch.testing.assert_close(out, attention(q, k, v) if softcap > 1 else attention(0 * q, k, v))
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+def test_a_number_that_learns_is_refused_as_it_would_get_no_gradient(name):
+    q, k, v = tensors()
+    number = torch.tensor(0.5)
+    assert attention(q, k, v, **{name: number}).isfinite().all()
+    with pytest.raises(ValueError, match=f"{name} gets no gradient"):
+        attention(q, k, v, **{name: number.requires_grad_()})

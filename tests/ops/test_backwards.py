@@ -76,3 +76,35 @@ def test_a_tensor_that_a_transform_left_behind_is_taken():
     other = weight.detach().requires_grad_()
     ops.rms_norm(2 * x, other, 1e-6).sum().backward()
     assert torch.equal(weight.grad, other.grad)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_second_derivatives_of_an_mlp_are_refused_under_autocast_too():
+    given = leaves(HIDDEN, WEIGHT, WEIGHT, WEIGHT.t().contiguous())
+    with torch.autocast("cpu", torch.bfloat16):
+        y = ops.gated_mlp(*given)
+    slopes = torch.autograd.grad(y.sum(), given, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        sum(slope.square().sum() for slope in slopes).backward()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_inputs_of_inference_mode_are_taken_as_torch_takes_them():
+    """A norm of torch's operations does not keep its input for its weight's gradient."""
+    (weight,) = leaves(HIDDEN[0])
+    with torch.inference_mode():
+        x = HIDDEN.clone()
+    found, expected = (torch.autograd.grad(ops.rms_norm(rows, weight, 1e-6).sum(), weight)[0] for rows in (x, HIDDEN))
+    assert torch.equal(found, expected)
+    with torch.inference_mode():
+        parameter = torch.nn.Parameter(HIDDEN[0].clone())
+    with pytest.raises(RuntimeError, match="Inference tensors"):
+        ops.rms_norm(HIDDEN, parameter, 1e-6)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_several_gradients_at_once_are_refused_in_plain_words():
+    (x,) = leaves(HIDDEN)
+    y = ops.rms_norm(x, WEIGHT[0], 1e-6)
+    with pytest.raises(RuntimeError, match="one gradient at a time; pass is_grads_batched=False"):
+        torch.autograd.grad(y, x, torch.stack([HIDDEN, HIDDEN]), is_grads_batched=True)

@@ -371,6 +371,15 @@ def test_a_graph_that_is_kept_gives_the_same_twice_and_second_derivatives_are_re
         dx.sum().backward()
 
 
+def test_second_derivatives_are_refused_where_all_that_learns_is_kept_as_casts():
+    given, numbers = drawn(Case(learning=("q", "down")))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = decoder_layer(*given[:4], numbers)
+    slopes = torch.autograd.grad(y.sum(), leaves(given), create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        sum(slope.square().sum() for slope in slopes).backward()
+
+
 def misaligned(weight):
     room = torch.empty(weight.numel() + 1)
     moved = room[1:].view(weight.shape)

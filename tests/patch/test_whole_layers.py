@@ -13,6 +13,7 @@ from tiny_qwen3 import IDS, apply, make, step
 from torch.nn.utils import parametrize
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import output_capturing
 
 import tilekern
 from tilekern.errors import TilekernWarning
@@ -535,6 +536,37 @@ def test_hidden_states_and_checkpoints_go_on_working(served):
         assert served == [True, True]
 
 
+def test_hooks_that_collect_hidden_states_change_nothing(served):
+    """They stay on attentions; a checkpoint must make again what it kept before there were any."""
+    expected = step(small("eager"))
+    states = small("eager")(input_ids=IDS, output_hidden_states=True).hidden_states
+    apply()
+    model = small()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    loss = model(input_ids=IDS, labels=IDS).loss
+    with torch.no_grad():
+        assert near(model(input_ids=IDS, output_hidden_states=True).hidden_states, states)
+    assert model.model.layers[0].self_attn._forward_hooks
+    loss.backward()
+    assert near([loss.detach(), *(parameter.grad for parameter in model.parameters())], expected)
+    for options in ({}, {"output_hidden_states": True}):
+        assert near(steps_of(model, served, **options), expected)
+        assert served == [True, True]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_hooks_that_collect_what_an_attention_returns_are_called(index, served):
+    apply()
+    model = small()
+    step(model)
+    names = ("install_output_capuring_hook", "install_output_capturing_hook")
+    install = next(getattr(output_capturing, name) for name in names if hasattr(output_capturing, name))
+    install(model.model.layers[0].self_attn, "seen", index)
+    steps_of(model, served)
+    # The second result is weights, of which there are none.
+    assert len(served) == 1 + index
+
+
 def test_one_model_alone_is_served_and_others_are_not(served):
     expected = step(small("eager"))
     model, other = small(), small()
@@ -566,3 +598,35 @@ def test_a_layer_that_was_seen_can_be_saved_and_freed(served):
     del model
     gc.collect()
     assert gone() is None
+
+
+class OfIds(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(input_ids=ids).logits
+
+
+def traced_by_torchscript(model):
+    return [torch.jit.trace(OfIds(model), IDS, check_trace=False)(IDS.flip(1))]
+
+
+def of_each_row(model):
+    def loss(given, row):
+        return torch.func.functional_call(model, given, kwargs={"input_ids": row[None], "labels": row[None]}).loss
+
+    given = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return list(torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(given, IDS).values())
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("error::tilekern.errors.TilekernWarning", "ignore:`torch.jit.trace")
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("run", [traced_by_torchscript, of_each_row], ids=lambda run: run.__name__)
+def test_what_traces_or_transforms_a_model_sees_operations_of_torch(run, served):
+    expected = run(small("sdpa"))
+    apply()
+    assert near(run(small()), expected)
+    assert not any(served)

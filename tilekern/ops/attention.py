@@ -126,6 +126,9 @@ def _check(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None,
     *numbers: Any,
 ) -> None:  # fmt: skip
+    for name, number in zip(("scale", "softcap"), numbers[1:4:2], strict=False):
+        if isinstance(number, Tensor) and number.requires_grad:
+            raise ValueError(f"attention: {name} gets no gradient; pass a number, or a tensor without one")
     shapes = f"got q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4 or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
         raise ValueError(f"attention: q, k and v must be [batch, tokens, heads, head_dim], {shapes}")
@@ -368,10 +371,11 @@ def _attention(
     else:
         if mask is not None and blind is not None:
             mask = mask | blind[0, :, :, 0]
-        # Not by its name in torch.nn.functional, which context parallelism replaces by another attention.
+        # Not by its name in torch.nn.functional, which context parallelism replaces by another attention. While
+        # torch.jit traces, comparisons of sizes are tensors.
         out = torch._C._nn.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask, is_causal=square, scale=call.scale,
-            enable_gqa=q.shape[2] != k.shape[2],
+            *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask, is_causal=bool(square), scale=call.scale,
+            enable_gqa=bool(q.shape[2] != k.shape[2]),
         ).transpose(1, 2)  # fmt: skip
     return out.contiguous() if blind is None else out.masked_fill(blind, 0)
 

@@ -31,6 +31,7 @@ from tilekern.ops import (  # noqa: F401 (declared)
     rms_norm,
     rope,
 )  # fmt: skip
+from tilekern.ops.gated_mlp import UNREAD
 from tilekern.ops.layer_products import TORCH, Products, Wanted
 from tilekern.ops.lora_linear import Adapter, adapters_of, cast_factors, flat
 from tilekern.ops.operation import FUNCTIONS
@@ -398,7 +399,7 @@ class _DecoderLayer(torch.autograd.Function):
         # Only the gradients of the norms behind halves read what these make.
         added = None if weights.out_norm is None else made, None if weights.down_norm is None else y
         ctx.save_for_backward(
-            x if first.rows else None, *before, *turned, v, out, lse, total, *added, cos, sin, starts,
+            UNREAD, x if first.rows else None, *before, *turned, v, out, lse, total, *added, cos, sin, starts,
             *products.kept(weights), *factors, *kept_first, *kept_second, *kept_third,
         )  # fmt: skip
         ends = itertools.accumulate(map(len, (weights, factors, kept_first, kept_second)))
@@ -416,7 +417,7 @@ class _DecoderLayer(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         attend, plans, numbers, longest, kinds, dtype, products = ctx.call
-        x, q, k, turned_q, turned_k, v, out, lse, total, made, y, cos, sin, starts, *saved = ctx.saved_tensors
+        _, x, q, k, turned_q, turned_k, v, out, lse, total, made, y, cos, sin, starts, *saved = ctx.saved_tensors
         # What a later part does not read is freed while that runs.
         ctx.maybe_clear_saved_tensors()
         a, b, c, d = ctx.ends

@@ -55,8 +55,9 @@ _KERNELS: dict[str, tuple[KernelSpec, KernelSpec, tuple[bool, ...]]] = {
     "gelu": (geglu.FORWARD, geglu.BACKWARD, (False,)),
     "gelu_tanh": (geglu.FORWARD, geglu.BACKWARD, (True,)),
 }
-# Kept in place of an input that no gradient reads, so that differentiating twice is refused: gate and up come from it.
-_UNREAD = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
+# Kept where inputs are kept as copies of another dtype, or not at all, so that differentiating twice is refused: gate
+# and up come from them.
+UNREAD = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
 
 
 def gated_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:
@@ -227,15 +228,16 @@ class _GatedMlp(torch.autograd.Function):
         y, gate, up, _, lows = launched(plans[0], x.reshape(-1, x.shape[-1]), weights, adapters)
         _, *wants = ctx.needs_input_grad[:-3]
         rows, *read = kept(wants[:2], wants[3:], x, lows)
-        ctx.save_for_backward(_UNREAD if rows is None else rows, gate, up, *read, *weights, *factors)
+        unread = UNREAD if rows is None or dtype != ctx.call[2] else None
+        ctx.save_for_backward(unread, rows, gate, up, *read, *weights, *factors)
         return shaped(y, *x.shape[:-1], y.shape[1])
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        x, gate, up, *saved = ctx.saved_tensors
+        _, x, gate, up, *saved = ctx.saved_tensors
         lows, weights, factors, (plan, kinds, wide) = saved[:2], saved[2:5], saved[5:], ctx.call
-        rows = x.reshape(-1, x.shape[-1]) if x.numel() else None
+        rows = None if x is None else x.reshape(-1, x.shape[-1])
         adapters = adapters_of(kinds, factors)
         wants, slope = ctx.needs_input_grad[:-3], dout.reshape(-1, dout.shape[-1])
         dx, *rest = launched_backward(plan, wants, slope, rows, gate, up, weights, adapters, lows, wide)

@@ -291,8 +291,19 @@ def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
             return bare(*given)
         except NotImplementedError:  # a tensor that a transform has left behind has no memory
             return whole(*given)
+        except RuntimeError:
+            # Torch's operations keep tensors of inference mode only if a gradient reads them; ours keep them anyway.
+            copies = [x.clone() if isinstance(x, Tensor) and _is_of_inference(x) else x for x in given]
+            if all(x is y for x, y in zip(given, copies, strict=True)):
+                raise
+            return bare(*copies)
 
     return apply
+
+
+def _is_of_inference(x: Tensor) -> bool:
+    """Return whether a tensor is of inference mode, and no parameter, which torch refuses too."""
+    return x.is_inference() and not x.requires_grad
 
 
 def differentiable_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., Any]:
@@ -306,12 +317,19 @@ def differentiable_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> C
     def refusing(ctx: Any, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
         if not _thread.has_context:
             _thread.enter(slopes)
-        if _is_any_autocast():
-            # Autocast of the caller of the backward: plans and products are those of the forward's dtypes.
-            with uncast(next(x.device.type for x in slopes if x is not None)):
-                return once(ctx, *slopes)
-        # Here, as one more call takes part of a microsecond.
-        return once(ctx, *slopes) if torch.is_grad_enabled() else backward(ctx, *slopes)
+        try:
+            if _is_any_autocast():
+                # Autocast of the caller of the backward: plans and products are those of the forward's dtypes.
+                with uncast(next(x.device.type for x in slopes if x is not None)):
+                    return once(ctx, *slopes)
+            # Here, as one more call takes part of a microsecond.
+            return once(ctx, *slopes) if torch.is_grad_enabled() else backward(ctx, *slopes)
+        except RuntimeError as error:  # batched tensors have no memory
+            if not any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in slopes):
+                raise
+            raise RuntimeError(
+                "tilekern: a kernel computes one gradient at a time; pass is_grads_batched=False (vectorize=False)"
+            ) from error
 
     def once(ctx: Any, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():
@@ -436,7 +454,7 @@ def scalar(number: Tensor | float, dtype: torch.dtype, device: torch.device) -> 
     A number in host memory is filled in on the GPU: copying it would wait for the stream and end a capture.
     """
     if isinstance(number, Tensor):
-        if type(number) is not Tensor or not number.is_cpu or torch.compiler.is_compiling() or modes():
+        if type(number) is not Tensor or not number.is_cpu or is_traced(number):
             return number.to(device=device, dtype=dtype).reshape(())
         number = number.item()
     return torch.full((), number, dtype=dtype, device=device)

@@ -42,6 +42,8 @@ _LINEAR = *_PROJECTIONS, *_UNBIASED
 _PARAMETERS = ("weight", "bias")
 # Where transformers' decorator is written that takes arguments by former names.
 _RENAMES = "transformers.utils.deprecation"
+# Where transformers' hooks are written that collect outputs; they stay when nobody asks for any.
+_COLLECTS = "transformers.utils.output_capturing"
 _STAND_INS = (replacements.__name__, layers.__name__)
 is_compiling = torch.compiler.is_compiling
 # What was seen of a layer's modules when its forward last looked.
@@ -109,7 +111,11 @@ def decoder(original: Function, norms: Collection[str], kinds: Mapping[str, Norm
     def is_written(module: Any, name: str) -> bool:
         """Return whether calling a module only runs the forward of a class, as written or as replaced here."""
         kind = type(module)
-        if kind.__name__ != name or kind.__module__ != home or has_hooks(module):
+        if kind.__name__ != name or kind.__module__ != home:
+            return False
+        if has_hooks(module) and (
+            has_global_hooks() or not _collects_nothing(parts.attention == name, module.__dict__)
+        ):
             return False
         forward = forward_of(module) if "forward" in module.__dict__ else kind.forward
         while is_from(forward, _RENAMES):
@@ -243,8 +249,9 @@ class _Seen:
             own = one.__dict__
             # Parameters are plain attributes under FSDP1 and weight_norm; Module.compile() leaves the last.
             if (
-                own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"]
-                or own["_backward_pre_hooks"] or "weight" in own or "bias" in own or "_compiled_call_impl" in own
+                (own["_forward_hooks"] and not _collects_nothing(name == "self_attn", own)) or own["_forward_pre_hooks"]
+                or own["_backward_hooks"] or own["_backward_pre_hooks"]
+                or "weight" in own or "bias" in own or "_compiled_call_impl" in own
                 or (forward_of(one) if "forward" in own else kind.forward) is not forward
                 or (helper is not None and kind._norm is not helper)
             ):  # fmt: skip
@@ -253,6 +260,24 @@ class _Seen:
             if not adapters.runs(found[places.layer], places.adapter, found[places.dropout]):
                 return None
         return found
+
+
+def _collects_nothing(attends: bool, own: Mapping[str, Any]) -> bool:
+    """Return whether a module's hooks only collect weights of attention, of which ours makes none.
+
+    Args:
+        attends: whether the module is an attention.
+        own: its attributes.
+    """
+    if not attends or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+        return False
+    for hook in own["_forward_hooks"].values():
+        if not is_from(hook, _COLLECTS):
+            return False
+        names, cells = hook.__code__.co_freevars, hook.__closure__ or ()
+        if "index" not in names or cells[names.index("index")].cell_contents != 1:
+            return False
+    return True
 
 
 def _held(module: Any, group: str) -> dict[str, Any]:

@@ -593,6 +593,9 @@ def _problem(spec: KernelSpec, sizes: Sequence[Any]) -> Problem | None:
     try:
         return spec.problem(**dict(zip(names, values, strict=True)))
     except ValueError as error:
+        if any(hasattr(size, "grad_fn") for size in sizes):
+            _refuse("torch.jit.trace, which makes tensors of sizes")
+            return None
         warn_once(f"{error}; the model's own op runs instead")
         _refuse("sizes that no kernel takes")
         return None
