@@ -37,13 +37,13 @@ def test_a_layer_keeps_for_each_token_what_the_page_says():
 
 
 def test_kinds_are_named_by_the_ops_that_keep_them():
-    kept = {kind: foretold("qwen3-8b", TOKENS, "rowwise", layers=3).of_a_token(kind) for kind in (
-        Kept("fp8_gated_mlp", "bfloat16"), Kept("fp8_gated_mlp", "float8_e4m3fn"), Kept("attention", "bfloat16"),
-    )}  # fmt: skip
-    assert list(kept.values()) == [GATE_AND_UP, 4096, 2 * 4096]
-    plain = foretold("qwen3-8b", TOKENS, layers=3)
-    # A whole layer is one op, beside the statistics of attention's rows.
+    """A whole layer is one op."""
+    plain, found = (foretold("qwen3-8b", TOKENS, format, layers=3) for format in ("", "rowwise"))
+    # Beside the statistics of attention's rows.
     assert plain.of_a_token(Kept("decoder_layer", "bfloat16")) == BF16 - 4 * 32
+    # Beside these and the scales of rows.
+    assert found.of_a_token(Kept("decoder_layer", "bfloat16")) == FP8 - 4 * 32 - 2 * (4096 + 4)
+    assert found.of_a_token(Kept("decoder_layer", "float8_e4m3fn")) == 2 * 4096
 
 
 @pytest.mark.slow

@@ -1,12 +1,14 @@
 """A gated MLP by 8-bit floats: beside float64, beside its layers one by one, what it keeps, and when layers run."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 import tilekern
 from tilekern.ops.fp8_gated_mlp import fp8_gated_mlp
@@ -103,6 +105,13 @@ def test_a_step_gives_the_same_bits_again_and_so_does_a_forward_without_gradient
         assert torch.equal(one, other)
     with torch.no_grad():
         assert torch.equal(fp8_gated_mlp(*inputs), first[0])
+
+
+@pytest.mark.parametrize("activation", GATES)
+def test_checkpoints_give_the_same_bits(activation):
+    inputs = leaves()
+    again = run(inputs, activation, partial(checkpoint, fp8_gated_mlp, use_reentrant=False))
+    assert all(map(torch.equal, again, run(inputs, activation)))
 
 
 def test_it_keeps_a_byte_of_each_number_of_x_and_gate_and_up_but_no_result():

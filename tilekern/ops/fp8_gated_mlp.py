@@ -213,8 +213,8 @@ class _Fp8GatedMlp(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        weights, kept = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
-        dx, *found = mlp_backward(ctx.needs_input_grad[:4], slope, kept, weights, ctx.activation)
+        saved = ctx.saved_tensors  # once, as checkpoints allow
+        dx, *found = mlp_backward(ctx.needs_input_grad[:4], slope, saved[3:], saved[:3], ctx.activation)
         return None if dx is None else shaped(dx, *ctx.shape), *found, None
 
 
