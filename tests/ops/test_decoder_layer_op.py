@@ -336,8 +336,11 @@ def test_factors_of_float32_are_cast_under_autocast_alone():
     wide = [each._replace(a=each.a.detach().float().requires_grad_(), b=each.b.detach().float().requires_grad_())
             for each in given[-1]]  # fmt: skip
     of_wide = [*given[:-1], wide]
-    assert decoder_layer(*of_wide[:4], numbers, *of_wide[4:]) is None
+    outside, of_parts = run(decoder_layer, of_wide, numbers), run(by_parts, of_wide, numbers)
+    assert [y.dtype for y in outside] == [y.dtype for y in of_parts]
+    assert torch.equal(outside[0], of_parts[0])
     expected = run(decoder_layer, given, numbers)
+    assert not torch.equal(outside[0], expected[0])
     with torch.autocast("cpu", torch.bfloat16):
         found, theirs = run(decoder_layer, of_wide, numbers), run(by_parts, of_wide, numbers)
         doubles = [each._replace(a=each.a.double()) for each in wide]

@@ -319,6 +319,48 @@ def test_under_autocast_the_factors_learn_in_their_own_dtype():
         assert torch.equal(gradient, rounded.float())
 
 
+@pytest.mark.parametrize("kind", ["a layer", "two layers and one without", "dropped", "an MLP"])
+def test_factors_of_float32_beside_a_half_type_are_not_rounded(kind):
+    x, layers = leaves(3, dtype=torch.bfloat16)
+    layers = [
+        layer._replace(a=layer.a.detach().float() * 1.001, b=layer.b.detach().float() * 1.001) for layer in layers
+    ]
+    if kind == "an MLP":
+        generator = torch.Generator().manual_seed(5)
+        down = torch.randn(INNER, OUT[0], generator=generator), *(None,) * 2
+        up = layers[0]._replace(weight=layers[0].weight.flip(0))
+        layers = [layers[0], up, Adapted(down[0].bfloat16(), *down[1:])]
+    factors = [factor.requires_grad_() for layer in layers for factor in layer[1:3] if factor is not None]
+    dropped = x.detach().float().mul(1.25).requires_grad_() if kind == "dropped" else None
+    if kind == "two layers and one without":
+        layers[1], factors = layers[1]._replace(a=None, b=None), factors[:2] + factors[4:]
+    read = [x, *factors] if dropped is None else [x, dropped, *factors]
+
+    def apart(x, layer):
+        """As PEFT."""
+        y = torch.nn.functional.linear(x, layer.weight)
+        if layer.a is None:
+            return y
+        low = (x.float() if dropped is None else dropped) @ layer.a.t()
+        return (y + low @ layer.b.t() * layer.scaling).to(y.dtype)
+
+    if kind == "an MLP":
+        results, expected = (
+            [lora_gated_mlp(x, layers)],
+            [apart(swiglu(*(apart(x, one) for one in layers[:2])), layers[2])],
+        )
+    else:
+        results, expected = lora_linears(x, layers, dropped), [apart(x, layer) for layer in layers]
+    slopes = [torch.randn_like(y) for y in results]
+    for one, other in zip(results, expected, strict=True):
+        # Sums of one product of all factors may have another order.
+        assert (one != other).float().mean() < 0.01
+    found, right = (torch.autograd.grad(each, read, slopes) for each in (results, expected))
+    for one, other, given in zip(found, right, read, strict=True):
+        assert one.dtype == given.dtype
+        assert (one - other).abs().max() <= (2e-2 if given is x else 1e-5) * other.abs().max()
+
+
 WRONG = {
     "factors of other ranks": ({"b": torch.ones(OUT[0], RANK + 1)}, "got .*, .*56, 40.*, .*4, 40.*, .*56, 5"),
     "a factor of other columns": ({"a": torch.ones(RANK, INNER + 1)}, "x must be .* a .rank, in_features"),

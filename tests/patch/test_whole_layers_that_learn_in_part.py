@@ -302,7 +302,7 @@ def test_gradients_are_accumulated(served):  # noqa: F811
 # The model's dtype, whether its adapters are of float32, whether autocast is on, and how many layers are one op.
 DTYPES = {
     "of bfloat16": (torch.bfloat16, False, False, 2),
-    "adapters of float32": (torch.bfloat16, True, False, 0),
+    "adapters of float32": (torch.bfloat16, True, False, 2),
     "adapters of float32 under autocast": (torch.bfloat16, True, True, 2),
     "of bfloat16 under autocast": (torch.bfloat16, False, True, 2),
     "of float32 under autocast": (torch.float32, True, True, 2),

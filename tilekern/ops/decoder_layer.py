@@ -41,6 +41,7 @@ from tilekern.ops.registration import (
     applied,
     check_softcap,
     differentiable_once,
+    is_autocast,
     needs_gradient,
     product_dtype,
     shaped,
@@ -366,7 +367,9 @@ class _DecoderLayer(torch.autograd.Function):
         plans, numbers, longest, kinds, dtype, products = call
         weights, ctx.wanted = _cast(Weights(*given[:_COUNT]), dtype), _sorted(ctx.needs_input_grad)
         *_, first, second, third = ctx.wanted
-        factors = cast_factors(dtype, given[_COUNT:-4]) if kinds else ()
+        factors: Any = given[_COUNT:-4]
+        if kinds and is_autocast(x):
+            factors = cast_factors(dtype, factors)
         adapters = adapters_of(kinds, factors) if kinds else ()
         (batch, tokens, hidden), size = x.shape, numbers.head_dim
         norms, eps = plans.norms, numbers.eps

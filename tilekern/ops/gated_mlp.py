@@ -27,6 +27,7 @@ from tilekern.ops.lora_linear import (
     Kind,
     adapter_of,
     adapters_of,
+    are_served,
     factor_gradients,
     flat,
     lora_linears,
@@ -94,15 +95,16 @@ def lora_gated_mlp(x: Tensor, layers: Sequence[Adapted]) -> Tensor:
 
 def _trained(kinds: tuple[Kind, ...], x: Tensor, *given: Any) -> Tensor:
     """Return the result of weights and factors of adapters."""
-    dtype, (gate_weight, up_weight, down_weight) = product_dtype(x, *given), given[:3]
+    (gate_weight, up_weight, down_weight), adapters = given[:3], adapters_of(kinds, given[3:])
+    dtype = product_dtype(x, *given[:3]) if are_served(x, adapters) else None
     plans = None if dtype is None else plans_of(x, gate_weight, up_weight, down_weight, dtype=dtype)
     if plans is not None:
         made: Tensor = _apply(x, *given, plans, kinds, dtype)
         return made
     if not kinds:
         return product(swiglu(product(x, gate_weight), product(x, up_weight)), down_weight)
-    adapters = zip(given[:3], given[3::2], given[4::2], kinds, strict=True)
-    return _by_parts(x, [Adapted(weight, a, b, kind[0] if kind else 1.0) for weight, a, b, kind in adapters])
+    pairs = zip(given[:3], adapters, strict=True)
+    return _by_parts(x, [Adapted(weight, *(one[:3] if one else (None, None))) for weight, one in pairs])
 
 
 def _by_parts(x: Tensor, layers: Sequence[Adapted]) -> Tensor:
@@ -222,8 +224,8 @@ class _GatedMlp(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
         plans, kinds, dtype = given[-3:]
         ctx.call, ctx.shape = (plans[1], kinds, x.dtype), x.shape
-        x, *cast = (None if one is None else one.to(dtype) for one in (x, *given[:-3]))
-        weights, factors = cast[:3], cast[3:]
+        x, *weights = (one.to(dtype) for one in (x, *given[:3]))
+        factors = given[3:-3]
         adapters = adapters_of(kinds, factors)
         y, gate, up, _, lows = launched(plans[0], x.reshape(-1, x.shape[-1]), weights, adapters)
         _, *wants = ctx.needs_input_grad[:-3]

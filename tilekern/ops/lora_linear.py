@@ -8,6 +8,9 @@ gradient, and two gradients of ``x`` with their sum.
 Layers that share ``x`` (q, k and v; gate and up) are one function: their factors ``a`` are one product, and all
 gradients of ``x`` are added inside of products. Some of them may have no adapter.
 
+PEFT's adapters of a half type's layer are of float32 unless one asks otherwise, and outside of autocast it multiplies
+them in float32. So does this: the adapter's products are of the factors' dtype, and what they add is rounded once.
+
 It is written by hand and not declared, as it is a sequence of torch's matrix products. If it is traced or in the
 invariant mode, its parts run as operations of their own, so there is nothing to register.
 """
@@ -63,7 +66,9 @@ def lora_linear(
     x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scaling: float = 1.0, bias: Tensor | None = None,
     dropped: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return ``x @ weight^T + bias + scaling * (x @ a^T) @ b^T``, rounded after each product.
+    """Return ``x @ weight^T + bias + scaling * (x @ a^T) @ b^T``, rounded to the dtype of ``x`` after each product.
+
+    Products of factors of float32 are not rounded before they are added.
 
     For the backward it keeps what gradients read, as the layers apart would: ``x @ a^T`` if ``b`` learns, ``x`` (or
     ``dropped``) if ``a`` does, and parameters. Under autocast all are cast, as a linear layer's are.
@@ -71,11 +76,12 @@ def lora_linear(
     Args:
         x: [..., in_features].
         weight: [out_features, in_features], of the dtype of ``x``.
-        a: [rank, in_features], of the dtype of ``x``.
-        b: [out_features, rank], of the dtype of ``x``.
+        a: [rank, in_features], of the dtype of ``x``, or of float32 beside a half type.
+        b: [out_features, rank], of the dtype of ``a``.
         scaling: factor of the adapter.
         bias: [out_features], of the dtype of ``x``, or None.
-        dropped: read by ``a`` in the place of ``x``, whose shape it has: ``x`` after a dropout. None for ``x``.
+        dropped: read by ``a`` in the place of ``x``, whose shape it has: ``x`` after a dropout, of its dtype or that of
+            ``a``. None for ``x``.
 
     Returns:
         [..., out_features], contiguous.
@@ -120,7 +126,8 @@ def _run(
     kinds: tuple[Kind, ...], x: Tensor, dropped: Tensor | None, *parameters: Tensor | None
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the results; ``parameters`` are weight, a, b and bias of each layer."""
-    if not is_eager(x, dropped, *parameters) or is_invariant():
+    adapters = adapters_of(kinds, _factors(parameters))
+    if not is_eager(x, *parameters[::4], *parameters[3::4]) or not are_served(x, adapters) or is_invariant():
         return _apart(kinds, x, dropped, parameters)
     if needs_gradient(x, dropped, *parameters):
         made: tuple[Tensor, ...] = _apply(kinds, x, dropped, *parameters)
@@ -134,7 +141,9 @@ def _apart(kinds: tuple[Kind, ...], x: Tensor, dropped: Tensor | None, parameter
     for number, kind in enumerate(kinds):
         weight, a, b, bias = parameters[4 * number : 4 * number + 4]
         y = linear(x, weight, bias)
-        made.append(y if kind is None else y + linear(linear(x if dropped is None else dropped, a), b) * kind[0])
+        if kind is not None:
+            y = (y + linear(linear((x if dropped is None else dropped).to(a.dtype), a), b) * kind[0]).to(y.dtype)
+        made.append(y)
     return tuple(made)
 
 
@@ -177,14 +186,13 @@ def cast_factors(dtype: torch.dtype, factors: Sequence[Any]) -> list[Any]:
 
 
 def are_served(x: Tensor, adapters: Sequence[Adapter | None]) -> bool:
-    """Return whether factors have the dtype of ``x``, or autocast casts both to one."""
-    dtype, casts = x.dtype, is_autocast(x)
-    for adapter in adapters:
-        if adapter is not None:
-            for factor in adapter[:2]:
-                if factor.dtype != dtype and (not casts or torch.float64 in (dtype, factor.dtype)):
-                    return False
-    return True
+    """Return whether factors have the dtype of ``x``, or are float32 beside a half type, or autocast casts them."""
+    dtypes = {factor.dtype for adapter in adapters if adapter is not None for factor in adapter[:2]}
+    if dtypes <= {x.dtype}:
+        return True
+    if is_autocast(x):
+        return torch.float64 not in (x.dtype, *dtypes)
+    return dtypes == {torch.float32} and x.dtype != torch.float64
 
 
 def products(
@@ -203,20 +211,27 @@ def products(
     multiply = multiply or torch.nn.functional.linear
     if not any(adapters):
         return [multiply(rows, *pair) for pair in zip(weights, biases, strict=True)], None
-    low, made = multiply(rows if dropped is None else dropped, _joined(adapters)), []
+    a, made = _joined(adapters), []
+    low = multiply((rows if dropped is None else dropped).to(a.dtype), a)
     parts = iter(_parts(low, adapters, 1))
     for weight, bias, adapter in zip(weights, biases, adapters, strict=True):
-        made.append(multiply(rows, weight, bias))
+        y = multiply(rows, weight, bias)
         if adapter is not None:
-            made[-1].addmm_(next(parts)[2], adapter.b.t(), alpha=adapter.scaling)
+            part, b = next(parts)[2], adapter.b.t()
+            if part.dtype == y.dtype:
+                y.addmm_(part, b, alpha=adapter.scaling)
+            else:
+                y.add_(torch.mm(part, b), alpha=adapter.scaling)
+        made.append(y)
     return made, low
 
 
 def low_gradient(slopes: Sequence[Tensor], adapters: Sequence[Adapter | None]) -> Tensor:
     """Return the gradient of :func:`products`' second result; ``slopes`` are those of the layers' results."""
-    dlow = slopes[0].new_empty(slopes[0].shape[0], sum(adapter.rank for adapter in adapters if adapter))
+    own = [adapter for adapter in adapters if adapter]
+    dlow = slopes[0].new_empty(slopes[0].shape[0], sum(adapter.rank for adapter in own), dtype=own[0].b.dtype)
     for number, (_, b, scaling, _), part in _parts(dlow, adapters, 1):
-        part.addmm_(slopes[number], b, beta=0, alpha=scaling)
+        part.addmm_(slopes[number].to(b.dtype), b, beta=0, alpha=scaling)
     return dlow
 
 
@@ -227,8 +242,10 @@ def rows_gradient(
     """Return the gradient of :func:`products`' rows, as :func:`input_gradient`, and :func:`low_gradient`'s result."""
     if not any(adapters):
         return input_gradient(slopes, weights, dtype), None
-    dlow = low_gradient(slopes, adapters)
-    return input_gradient((*slopes, dlow), (*weights, _joined(adapters)), dtype), dlow
+    dlow, a = low_gradient(slopes, adapters), _joined(adapters)
+    if dlow.dtype == slopes[0].dtype:
+        return input_gradient((*slopes, dlow), (*weights, a), dtype), dlow
+    return input_gradient(slopes, weights, dtype).add_(torch.mm(dlow, a)), dlow
 
 
 def factor_gradients(
@@ -249,7 +266,7 @@ def factor_gradients(
     if any(wants[::2]):
         assert dlow is not None
         assert rows is not None
-        for number, _, part in _parts(torch.mm(dlow.t(), rows), adapters, 0):
+        for number, _, part in _parts(torch.mm(dlow.t(), rows.to(dlow.dtype)), adapters, 0):
             found[2 * number] = part if wants[2 * number] else None
     if any(wants[1::2]):
         assert low is not None
@@ -257,8 +274,8 @@ def factor_gradients(
         unread = low.new_empty(())
         for number, adapter, part in _parts(low, adapters, 1):
             if wants[2 * number + 1]:
-                product = torch.addmm(unread, slopes[number].t(), part, beta=0, alpha=adapter.scaling)
-                found[2 * number + 1] = product
+                slope = slopes[number].to(low.dtype).t()
+                found[2 * number + 1] = torch.addmm(unread, slope, part, beta=0, alpha=adapter.scaling)
     return found
 
 

@@ -8,7 +8,7 @@ PEFT's own code runs where the op would compute something else:
 - adapters that are disabled, merged, several, chosen for each row, or none
 - variants of LoRA (DoRA and others), and adapters with a bias
 - a layer that is not torch's or GPT-2's, as one of 4 bits; hooks on it or on parts of the adapter
-- outside of autocast, adapters of another dtype than the layer's: PEFT then multiplies in float32
+- outside of autocast, adapters of another dtype than the layer's or float32
 - DTensor and other subclasses of Tensor
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tilekern.ops.gated_mlp import lora_gated_mlp
-from tilekern.ops.lora_linear import Adapted, lora_linears
+from tilekern.ops.lora_linear import Adapted, adapter_of, are_served, lora_linears
 from tilekern.ops.registration import is_autocast
 from tilekern.patch.guards import (
     SUBCLASS,
@@ -51,7 +51,7 @@ def linear(original: Function) -> Function:
         # torch.compile fuses the sums of PEFT's code by itself.
         given = None if torch.compiler.is_compiling() else _ROWS if args or kwargs else _given_of(self, x)
         if isinstance(given, Adapted):
-            return lora_linears(x, [given], _dropped(self, x))[0]
+            return lora_linears(x, [given], _dropped(self, x, given.a))[0]
         if given:
             count_own(KERNEL, given, True)
         return original(self, x, *args, **kwargs)
@@ -101,15 +101,16 @@ def _given_of(layer: Any, x: Any) -> Adapted | str | None:
     if type(x) not in TENSORS:
         return SUBCLASS if active_of(layer) else None
     given = adapted_of(layer)
-    if isinstance(given, Adapted) and not _are_alike(x, given.weight, given.a, given.b, given.bias):
-        return "an adapter of another dtype than its layer's, outside of autocast"
+    if isinstance(given, Adapted) and not _are_alike(x, given):
+        return "an adapter of another dtype than its layer's or float32, outside of autocast"
     return given
 
 
-def _are_alike(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Return whether tensors have one dtype, or autocast casts them to one."""
-    dtypes = {given.dtype for given in (x, *others) if given is not None}
-    return len(dtypes) == 1 or (is_autocast(x) and torch.float64 not in dtypes)
+def _are_alike(x: torch.Tensor, given: Adapted) -> bool:
+    """Return whether x and a layer have one dtype, or autocast casts them to one, and the op takes the adapter's."""
+    dtypes = {x.dtype, given.weight.dtype} if given.bias is None else {x.dtype, given.weight.dtype, given.bias.dtype}
+    alike = len(dtypes) == 1 or (is_autocast(x) and torch.float64 not in dtypes)
+    return alike and are_served(x, (adapter_of(given),))
 
 
 def adapted_of(layer: Any) -> Adapted | str | None:
@@ -148,9 +149,13 @@ def runs(layer: Any, adapter: str, dropout: Any) -> bool:
     return active in (adapter, [adapter])
 
 
-def _dropped(layer: Any, x: torch.Tensor) -> torch.Tensor | None:
-    """Return what the only adapter of a layer reads if it is not ``x`` itself."""
-    return _dropout_of(layer)(x) if is_dropped(layer) else None
+def _dropped(layer: Any, x: torch.Tensor, a: Any) -> torch.Tensor | None:
+    """Return what the factor ``a`` of the only adapter of a layer reads if it is not ``x`` itself."""
+    if not is_dropped(layer):
+        return None
+    # As PEFT, which casts before the dropout.
+    made: torch.Tensor = _dropout_of(layer)(x if is_autocast(x) else x.to(a.dtype))
+    return made
 
 
 def is_dropped(layer: Any) -> bool:
