@@ -70,8 +70,9 @@ class Need:
         needs_class: whether the job needs a kernel of one bit class.
         bits: the class of that kernel; None where there is none.
         varies: why the record that serves has no such kernel to run, although the job needs one; else None.
-        launches: how often the traced steps launch it; 0 if only another winner of a composite or of a grid would, and
-            None if that is not known.
+        launches: how often the traced steps launch it by default configs; 0 if only another winner of a composite or of
+            a grid would, and None if that is not known.
+        unused: whether it is a part of composites whose winners launch others, so that no job asks for it.
     """
 
     kernel: str
@@ -87,9 +88,15 @@ class Need:
     bits: str | None = None
     varies: str | None = None
     launches: int | None = None
+    unused: bool = False
 
     def meets(self, demand: str) -> bool:
-        """Return whether the record meets a demand, one of :data:`DEMANDS`, and has the bit class that is needed."""
+        """Return whether the record meets a demand, one of :data:`DEMANDS`, and has the bit class that is needed.
+
+        What no job asks for meets any.
+        """
+        if self.unused:
+            return True
         if self.varies:
             return False
         if demand == SERVED:
@@ -299,7 +306,7 @@ def preflight_of(
     if need not in DEMANDS:
         raise InputError(f"unknown need {need!r}; known: {', '.join(DEMANDS)}")
     layers = _layers(cache_dir)
-    needs = _needs(planned.problems, target, layers, planned.invariant, planned.launches)
+    needs = _needs(planned.problems, target, layers, planned.invariant, planned.launches, need)
     at_hand = here()
     is_here = at_hand is not None and at_hand.key == target.key
     return Preflight(planned.name, target, need, needs, is_here, planned.notes)
@@ -359,7 +366,7 @@ def fix(
             done = tune(cache, named, options, tell, classed)
         failed = {pair: result for pair, result in done.items() if isinstance(result, str)}
     launches = {(need.kernel, need.problem): need.launches for need in found.needs}
-    again = _needs(launches, found.target, _layers(cache_dir), _classed(found), launches, failed)
+    again = _needs(launches, found.target, _layers(cache_dir), _classed(found), launches, found.demand, failed)
     return dataclasses.replace(found, needs=again)
 
 
@@ -418,16 +425,33 @@ def _layers(cache_dir: str | Path | None) -> list[Layer]:
 
 def _needs(
     problems: Iterable[Named], target: Target, layers: Sequence[Layer], invariant: Collection[Named],
-    launches: Mapping[Named, int | None], failed: Mapping[Named, str] | None = None,
+    launches: Mapping[Named, int | None], demand: str, failed: Mapping[Named, str] | None = None,
 ) -> tuple[Need, ...]:  # fmt: skip
     classes: dict[tuple[Any, ...], str] = {}
-    found = (
-        (named, _need(*named, target, layers, (failed or {}).get(named), classes if named in invariant else None))
+    found = {
+        named: _need(*named, target, layers, (failed or {}).get(named), classes if named in invariant else None)
         for named in problems
-    )
+    }
     # A plan that knows launches has none of the problems that only another winner asks for.
     unknown = 0 if launches else None
-    return tuple(dataclasses.replace(need, launches=launches.get(named, unknown)) for named, need in found)
+    found = {named: dataclasses.replace(need, launches=launches.get(named, unknown)) for named, need in found.items()}
+    if any(need.launches == 0 and not need.meets(demand) for need in found.values()):
+        for named in _unused(found, target, layers, demand):
+            found[named] = dataclasses.replace(found[named], unused=not found[named].launches)
+    return tuple(found.values())
+
+
+def _unused(needs: Mapping[Named, Need], target: Target, layers: Sequence[Layer], demand: str) -> Iterable[Named]:
+    """Return the parts of composites that no winner launches; all parts are raced where a composite has no record."""
+    from tilekern.tuning.plan.choosing import parts_of, with_parts
+
+    parts, used = set(), set()
+    for named, need in needs.items():
+        own = set(with_parts([named], target)) - {named}
+        hit = find(spec_named(need.kernel), need.problem, target, layers=layers) if own and need.meets(demand) else None
+        used |= own if hit is None else set(parts_of(named, Config(hit.record.config), target))
+        parts |= own
+    return needs.keys() & (parts - used)
 
 
 def _need(

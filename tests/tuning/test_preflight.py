@@ -21,6 +21,7 @@ from tilekern.spec.bits import sizes_of_class
 from tilekern.spec.targets import resolve
 from tilekern.tuning import cli
 from tilekern.tuning import preflight as checks
+from tilekern.tuning.plan.choosing import plan_of_problem
 from tilekern.tuning.plan.models import plan_of_model
 from tilekern.tuning.plan.steps import Planned, Steps
 
@@ -135,6 +136,27 @@ def test_the_share_counts_launches_and_not_problems(tmp_path):
         "54 % of 11 launches have a record: 3 exact, 3 nearest (1 record serves 3 problems); the other 5: "
         "swiglu_forward 5; 1 missing problem only with another winner"
     )
+
+
+def test_parts_of_a_composite_that_its_winner_does_not_launch_are_not_missing(tmp_path):
+    sizes = "batch=1,queries=64,keys=64,heads=2,kv_heads=1,head_dim=64,causal=True,dtype=bfloat16,deterministic=True"
+    problems = plan_of_problem(f"attention_backward {sizes}", H200).problems
+    planned = Planned("a model", problems, launches={problems[0]: 1})
+
+    def missing(**more):
+        return {need.kernel for need in checks.preflight_of(planned, H200, **more).missing}
+
+    everything = {kernel for kernel, _ in problems}
+    assert missing() == everything
+    put(tmp_path / "cache", *problems[0], config={"implementation": "kept"})
+    kept = {"attention_delta", "attention_dkdv_kept", "attention_dq_kept"}
+    assert missing() == kept
+    # A composite whose record does not do is raced again, with all parts.
+    assert missing(need="measured") == everything
+    for kernel, problem in problems[1:]:
+        if kernel in kept:
+            put(tmp_path / "cache", kernel, problem)
+    assert not missing()
 
 
 @pytest.mark.parametrize(("served", "percent", "words"), [(199, 99, "99 % of 200"), (200, 100, "100 % of 200")])

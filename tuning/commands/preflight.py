@@ -56,7 +56,8 @@ def command(
     missing), provenance (measured, predicted, default), serving (the record's address), layer, stale (a record of
     this very problem exists, but the kernel was edited), fresh (false: the search space has changed since), why
     (--fix failed), needs_class (the job needs a kernel of one bit class), bits (its class), varies (why no such
-    kernel will run), launches (by the steps, or null); cannot_fix (why --fix cannot build missing records on this
+    kernel will run), launches (by the steps, or null), unused (a part of a composite whose winner launches others, so
+    that it is not missing); cannot_fix (why --fix cannot build missing records on this
     machine, or null); notes.
     """
     request, target = PlanRequest.of(given), resolve(gpu)
