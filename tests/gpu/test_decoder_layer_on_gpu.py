@@ -89,6 +89,7 @@ def frozen(model):
 LEARNING = {
     "all": lambda model: model,
     "adapters on all": adapted,
+    "adapters of float32": partial(adapted, cast=True),
     "adapters on q and v": lambda model: adapted(model, target_modules=["q_proj", "v_proj"], r=8),
     "adapters on the MLP": lambda model: adapted(model, target_modules=["gate_proj", "down_proj"], bias="all"),
     "frozen norms and MLPs": frozen,
