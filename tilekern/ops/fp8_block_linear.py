@@ -28,7 +28,7 @@ from tilekern.kernels.fp8.block_scales import SIDE, block_rows, block_squares, w
 from tilekern.kernels.fp8.blocks import SPEC as BLOCKS
 from tilekern.kernels.fp8.weight_blocks import SPEC as WEIGHT
 from tilekern.ops.foreseen import written
-from tilekern.ops.fp8_linear import E4M3, Format, Layer, Rounded, launched, layers_of, linears
+from tilekern.ops.fp8_linear import E4M3, Format, Gradients, Layer, Rounded, gradients, launched, layers_of, linears
 from tilekern.ops.registration import as_rows, uncast
 from tilekern.spec import cdiv
 
@@ -133,21 +133,13 @@ def _backward(
     needs: Sequence[bool], given: Sequence[Tensor | None], kept: Sequence[Tensor], weights: Sequence[Tensor],
     dtype: torch.dtype,
 ) -> list[Tensor | None]:  # fmt: skip
-    of_x, *of_parameters = needs
-    dx, found = None, list[Tensor | None]()
-    for n, slope in enumerate(given):
-        if slope is None:
-            found += [None, None]
-            continue
-        dy, dweight = as_rows(slope), None
-        if of_x or of_parameters[2 * n]:
-            along, down = blocked(dy, both=of_parameters[2 * n])
-            if of_x:
-                dx = multiplied(along, squared(as_rows(weights[n]), turned=True), dtype, addend=dx)
-            if down is not None:
-                dweight = multiplied(down, (kept[0], kept[1]), dtype, over_rows=True)
-        found += [dweight, dy.sum(0) if of_parameters[2 * n + 1] else None]
-    return [dx, *found]
+    def of_layer(n: int, dy: Tensor, dx: Tensor | None, of_weight: bool) -> Gradients:
+        along, down = blocked(dy, both=of_weight)
+        if needs[0]:
+            dx = multiplied(along, squared(as_rows(weights[n]), turned=True), dtype, addend=dx)
+        return dx, None if down is None else multiplied(down, (kept[0], kept[1]), dtype, over_rows=True)
+
+    return gradients(needs, given, of_layer)
 
 
 BLOCKWISE = Format("fp8_block_linear", PRODUCT, _forward, _backward)

@@ -65,6 +65,8 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 Layer = tuple[Tensor, Tensor | None]
 # A matrix [rows, columns] of e4m3, and its scales [rows].
 Rounded = tuple[Tensor, Tensor]
+# Of x, and of a layer's weight.
+Gradients = tuple[Tensor | None, Tensor | None]
 # A thread's last input: a reference, when it was read, and its rounded numbers.
 _last = threading.local()
 
@@ -332,6 +334,27 @@ def read_again(kept: Sequence[Tensor]) -> Rounded:
     return rounded(as_rows(kept[0])) if len(kept) == 1 else (kept[0], kept[1])
 
 
+def gradients(
+    needs: Sequence[bool], given: Sequence[Tensor | None],
+    of_layer: Callable[[int, Tensor, Tensor | None, bool], Gradients],
+) -> list[Tensor | None]:  # fmt: skip
+    """Return what a :class:`Format`'s backward returns.
+
+    ``of_layer`` takes the number of a layer, the rows of its result's gradient, the gradient of x from layers before
+    it, and whether its weight's is wanted. It returns the gradient of x with this layer's part, and the weight's.
+    """
+    (of_x, *of_parameters), dx, found = needs, None, list[Tensor | None]()
+    for n, slope in enumerate(given):
+        if slope is None:
+            found += [None, None]
+            continue
+        dy, dweight, of_weight = as_rows(slope), None, of_parameters[2 * n]
+        if of_x or of_weight:
+            dx, dweight = of_layer(n, dy, dx, of_weight)
+        found += [dweight, dy.sum(0) if of_parameters[2 * n + 1] else None]
+    return [dx, *found]
+
+
 def _forward(
     needs: Sequence[bool], x: Tensor, parameters: Sequence[Any], *, reads_again: bool = False
 ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
@@ -348,25 +371,19 @@ def _backward(
     needs: Sequence[bool], given: Sequence[Tensor | None], kept: Sequence[Tensor], weights: Sequence[Tensor],
     dtype: torch.dtype,
 ) -> list[Tensor | None]:  # fmt: skip
-    of_x, *of_parameters = needs
-    count = len(given) if of_x else 0
-    scales, kept = kept[:count], kept[count:]
-    dx, across, found = None, None, list[Tensor | None]()
-    for n, slope in enumerate(given):
-        if slope is None:
-            found += [None, None]
-            continue
-        dy, dweight = as_rows(slope), None
-        if of_x or of_parameters[2 * n]:
-            slopes, steps = rounded(dy)
-            if of_x:
-                weight = turned(as_rows(weights[n]), scales[n], dtype)
-                dx = multiplied((slopes, steps), weight, dtype, addend=dx)
-            if of_parameters[2 * n]:
-                across = turned(*read_again(kept), dtype) if across is None else across
-                dweight = multiplied(turned(slopes, steps, dtype), across, dtype, over_rows=True)
-        found += [dweight, dy.sum(0) if of_parameters[2 * n + 1] else None]
-    return [dx, *found]
+    count, across = len(given) if needs[0] else 0, None
+
+    def of_layer(n: int, dy: Tensor, dx: Tensor | None, of_weight: bool) -> Gradients:
+        nonlocal across
+        slopes, dweight = rounded(dy), None
+        if needs[0]:
+            dx = multiplied(slopes, turned(as_rows(weights[n]), kept[n], dtype), dtype, addend=dx)
+        if of_weight:
+            across = turned(*read_again(kept[count:]), dtype) if across is None else across
+            dweight = multiplied(turned(*slopes, dtype), across, dtype, over_rows=True)
+        return dx, dweight
+
+    return gradients(needs, given, of_layer)
 
 
 class _Linears(torch.autograd.Function):

@@ -27,7 +27,7 @@ from tilekern.kernels.fp8.mx_product import SPEC as PRODUCT
 from tilekern.kernels.fp8.mx_product import mx_product
 from tilekern.kernels.fp8.mx_scales import SCALES, mx_rows
 from tilekern.ops.foreseen import written
-from tilekern.ops.fp8_linear import E4M3, Format, Layer, Rounded, launched, layers_of, linears
+from tilekern.ops.fp8_linear import E4M3, Format, Gradients, Layer, Rounded, gradients, launched, layers_of, linears
 from tilekern.ops.registration import as_rows, uncast
 from tilekern.spec import cdiv
 
@@ -114,23 +114,14 @@ def _backward(
     needs: Sequence[bool], given: Sequence[Tensor | None], kept: Sequence[Tensor], weights: Sequence[Tensor],
     dtype: torch.dtype,
 ) -> list[Tensor | None]:  # fmt: skip
-    of_x, *of_parameters = needs
-    dx, found = None, list[Tensor | None]()
-    for n, slope in enumerate(given):
-        if slope is None:
-            found += [None, None]
-            continue
-        dy, dweight = as_rows(slope), None
-        of_weight = of_parameters[2 * n]
-        if of_x or of_weight:
-            slopes = blocked(dy, along=of_x, turned=of_weight)
-            if of_x:
-                (weight,) = blocked(as_rows(weights[n]), along=False, turned=True)
-                dx = multiplied(slopes[0], weight, dtype, addend=dx)
-            if of_weight:
-                dweight = multiplied(slopes[-1], (kept[0], kept[1]), dtype, over_rows=True)
-        found += [dweight, dy.sum(0) if of_parameters[2 * n + 1] else None]
-    return [dx, *found]
+    def of_layer(n: int, dy: Tensor, dx: Tensor | None, of_weight: bool) -> Gradients:
+        slopes = blocked(dy, along=needs[0], turned=of_weight)
+        if needs[0]:
+            (weight,) = blocked(as_rows(weights[n]), along=False, turned=True)
+            dx = multiplied(slopes[0], weight, dtype, addend=dx)
+        return dx, multiplied(slopes[-1], (kept[0], kept[1]), dtype, over_rows=True) if of_weight else None
+
+    return gradients(needs, given, of_layer)
 
 
 MX = Format("mxfp8_linear", PRODUCT, _forward, _backward)
