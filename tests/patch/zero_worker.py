@@ -1,6 +1,6 @@
 """One of two ranks that train a tiny Qwen3 by DeepSpeed's ZeRO-3, with parts of each parameter on each.
 
-    python zero_worker.py MEET RANK HOW
+    python zero_worker.py MEET RANK COUNT HOW
 
 HOW has words: ``patched``, and ``leaf`` if a layer is gathered at once. The last line is a JSON document.
 """
@@ -17,12 +17,12 @@ from tiny_qwen3 import make
 import tilekern
 from tilekern.runtime.dispatch import counters
 
-MEET, RANK, HOW = sys.argv[1], int(sys.argv[2]), sys.argv[3].split()
+MEET, RANK, COUNT, HOW = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4].split()
 STEPS = 3
 
 
 def main():
-    dist.init_process_group("gloo", init_method=f"file://{MEET}", rank=RANK, world_size=2)
+    dist.init_process_group("gloo", init_method=MEET, rank=RANK, world_size=COUNT)
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
     if "patched" in HOW:
         tilekern.apply(model_type="qwen3")
