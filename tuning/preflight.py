@@ -436,19 +436,23 @@ def _needs(
     unknown = 0 if launches else None
     found = {named: dataclasses.replace(need, launches=launches.get(named, unknown)) for named, need in found.items()}
     if any(need.launches == 0 and not need.meets(demand) for need in found.values()):
-        for named in _unused(found, target, layers, demand):
+        for named in _unused(found, target, layers, demand, invariant):
             found[named] = dataclasses.replace(found[named], unused=not found[named].launches)
     return tuple(found.values())
 
 
-def _unused(needs: Mapping[Named, Need], target: Target, layers: Sequence[Layer], demand: str) -> Iterable[Named]:
+def _unused(
+    needs: Mapping[Named, Need], target: Target, layers: Sequence[Layer], demand: str, invariant: Collection[Named]
+) -> Iterable[Named]:
     """Return the parts of composites that no winner launches; all parts are raced where a composite has no record."""
     from tilekern.tuning.plan.choosing import parts_of, with_parts
 
     parts, used = set(), set()
     for named, need in needs.items():
         own = set(with_parts([named], target)) - {named}
-        hit = find(spec_named(need.kernel), need.problem, target, layers=layers) if own and need.meets(demand) else None
+        hit = None
+        if own and need.meets(demand):
+            hit = find(spec_named(need.kernel), need.problem, target, layers=layers, invariant=named in invariant)
         used |= own if hit is None else set(parts_of(named, Config(hit.record.config), target))
         parts |= own
     return needs.keys() & (parts - used)
