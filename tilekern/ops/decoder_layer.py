@@ -187,7 +187,7 @@ def decoder_layer(
     of_norms = weights.norm, weights.q_norm, weights.k_norm, weights.out_norm, weights.mlp_norm, weights.down_norm
     read = x, cos, sin, starts, *of_norms
     # Else the parts keep nothing of the attention.
-    learns = needs_gradient(x, *weights[:9], *factors[:6]) and products.serve(x, dtype, adapters)
+    learns = needs_gradient(x, *weights[:9], *factors[:6]) and products.serve(x, dtype, factors)
     if not learns or any(a is not None and a.data_ptr() % _ALIGNED for a in read):
         return None
     if numbers.offset and weights.q_norm is not None:
@@ -471,7 +471,7 @@ class _DecoderLayer(torch.autograd.Function):
                 dx, dnorm = norms.add["launch_backward"](plans.add_norm, needs, dtotal, drows, *of_norm)
             else:
                 # As its parts: of a sum and its norm alone such a layer has no plan, so that jobs would miss a record.
-                dx, dnorm = norms.norm["launch_backward"](plans.norm, (True, wants.norm), drows, *of_norm, *norms.to)
+                dx, dnorm = norms.norm["launch_backward"](plans.norm, (True, wants.norm), drows, *of_norm)
                 dx.add_(dtotal)
         # In the order of the weights.
         before = dnorm, *of_weights, *of_biases, *of_norms

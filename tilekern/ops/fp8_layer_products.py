@@ -40,9 +40,9 @@ class Fp8Products(Products):
     def __init__(self, how: Format) -> None:
         self.how = how
 
-    def serve(self, x: Tensor, dtype: torch.dtype, adapters: Adapters) -> bool:
+    def serve(self, x: Tensor, dtype: torch.dtype, factors: Some) -> bool:
         """Return whether a layer with the input x runs these products, of a dtype."""
-        return not any(adapters) and dtype == x.dtype and not why_never(x)
+        return all(factor is None for factor in factors) and dtype == x.dtype and not why_never(x)
 
     def key_of(self, x: Tensor, weights: Any) -> Any:
         """Return what learns, and whether weights were rounded before."""

@@ -95,15 +95,15 @@ def lora_gated_mlp(x: Tensor, layers: Sequence[Adapted]) -> Tensor:
 
 def _trained(kinds: tuple[Kind, ...], x: Tensor, *given: Any) -> Tensor:
     """Return the result of weights and factors of adapters."""
-    (gate_weight, up_weight, down_weight), adapters = given[:3], adapters_of(kinds, given[3:])
-    dtype = product_dtype(x, *given[:3]) if are_served(x, adapters) else None
+    gate_weight, up_weight, down_weight = given[:3]
+    dtype = product_dtype(x, *given[:3]) if are_served(x, given[3:]) else None
     plans = None if dtype is None else plans_of(x, gate_weight, up_weight, down_weight, dtype=dtype)
     if plans is not None:
         made: Tensor = _apply(x, *given, plans, kinds, dtype)
         return made
     if not kinds:
         return product(swiglu(product(x, gate_weight), product(x, up_weight)), down_weight)
-    pairs = zip(given[:3], adapters, strict=True)
+    pairs = zip(given[:3], adapters_of(kinds, given[3:]), strict=True)
     return _by_parts(x, [Adapted(weight, *(one[:3] if one else (None, None))) for weight, one in pairs])
 
 

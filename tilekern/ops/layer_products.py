@@ -44,12 +44,12 @@ class Products:
     tensors: tuple[type[Tensor], ...] = PLAIN
     is_lean = False
 
-    def serve(self, x: Tensor, dtype: torch.dtype, adapters: Adapters) -> bool:  # noqa: ARG002
+    def serve(self, x: Tensor, dtype: torch.dtype, factors: Some) -> bool:  # noqa: ARG002
         """Return whether a layer with the input x runs these products, of a dtype.
 
-        ``adapters``: of q, k, v, out, gate, up and down; or empty.
+        ``factors``: of the adapters of q, k, v, out, gate, up and down; or empty.
         """
-        return not adapters or are_served(x, adapters)
+        return are_served(x, factors)
 
     def key_of(self, x: Tensor, weights: Any) -> Any:  # noqa: ARG002
         """Return what :meth:`plans_of` depends on beside shapes and dtypes."""

@@ -18,7 +18,7 @@ invariant mode, its parts run as operations of their own, so there is nothing to
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -126,8 +126,8 @@ def _run(
     kinds: tuple[Kind, ...], x: Tensor, dropped: Tensor | None, *parameters: Tensor | None
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the results; ``parameters`` are weight, a, b and bias of each layer."""
-    adapters = adapters_of(kinds, _factors(parameters))
-    if not is_eager(x, *parameters[::4], *parameters[3::4]) or not are_served(x, adapters) or is_invariant():
+    is_served = is_eager(x, *parameters[::4], *parameters[3::4]) and are_served(x, _factors(parameters))
+    if not is_served or is_invariant():
         return _apart(kinds, x, dropped, parameters)
     if needs_gradient(x, dropped, *parameters):
         made: tuple[Tensor, ...] = _apply(kinds, x, dropped, *parameters)
@@ -185,9 +185,9 @@ def cast_factors(dtype: torch.dtype, factors: Sequence[Any]) -> list[Any]:
     return [factor if factor is None or factor.dtype == dtype else factor.to(dtype) for factor in factors]
 
 
-def are_served(x: Tensor, adapters: Sequence[Adapter | None]) -> bool:
+def are_served(x: Tensor, factors: Iterable[Any]) -> bool:
     """Return whether factors have the dtype of ``x``, or are float32 beside a half type, or autocast casts them."""
-    dtypes = {factor.dtype for adapter in adapters if adapter is not None for factor in adapter[:2]}
+    dtypes = {factor.dtype for factor in factors if factor is not None}
     if dtypes <= {x.dtype}:
         return True
     if is_autocast(x):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tilekern.ops.gated_mlp import lora_gated_mlp
-from tilekern.ops.lora_linear import Adapted, adapter_of, are_served, lora_linears
+from tilekern.ops.lora_linear import Adapted, are_served, lora_linears
 from tilekern.ops.registration import is_autocast
 from tilekern.patch.guards import (
     SUBCLASS,
@@ -108,9 +108,9 @@ def _given_of(layer: Any, x: Any) -> Adapted | str | None:
 
 def _are_alike(x: torch.Tensor, given: Adapted) -> bool:
     """Return whether x and a layer have one dtype, or autocast casts them to one, and the op takes the adapter's."""
-    dtypes = {x.dtype, given.weight.dtype} if given.bias is None else {x.dtype, given.weight.dtype, given.bias.dtype}
+    dtypes = {one.dtype for one in (x, given.weight, given.bias) if one is not None}
     alike = len(dtypes) == 1 or (is_autocast(x) and torch.float64 not in dtypes)
-    return alike and are_served(x, (adapter_of(given),))
+    return alike and are_served(x, (given.a, given.b))
 
 
 def adapted_of(layer: Any) -> Adapted | str | None:
