@@ -34,6 +34,10 @@ _WHERE = {
     "stats": "tilekern.runtime.counting",
     "check_labels": "tilekern.ops.labels",
     "arrays": "tilekern",
+    "fp8": "tilekern",
+    "inference": "tilekern",
+    "kernels": "tilekern",
+    "ops": "tilekern",
     "AdamW": "tilekern.ops.adamw",
     "TrainerCallback": "tilekern.patch.callback",
 }
@@ -41,6 +45,10 @@ __all__ = ["__version__", *_WHERE]  # noqa: PLE0604
 
 if TYPE_CHECKING:
     from tilekern import arrays as arrays
+    from tilekern import fp8 as fp8
+    from tilekern import inference as inference
+    from tilekern import kernels as kernels
+    from tilekern import ops as ops
     from tilekern.ops.adamw import AdamW as AdamW
     from tilekern.ops.checkpoints import keep_attention as keep_attention
     from tilekern.ops.invariance import invariant as invariant
@@ -73,7 +81,7 @@ def __getattr__(name: str) -> Any:
     from tilekern.errors import needing
 
     with needing(f"tilekern.{name}"):
-        # A module of its own (tune, arrays) is that name: importing it would set the attribute anyhow.
+        # A module of this package (arrays, fp8) is that name: importing it would set the attribute anyhow.
         if _WHERE[name] == __name__:
             return importlib.import_module(f"{__name__}.{name}")
         return getattr(importlib.import_module(_WHERE[name]), name)
