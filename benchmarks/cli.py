@@ -148,6 +148,9 @@ def train(
         bool, typer.Option("--keep-attention", help="With --checkpointing, but not attention; of tilekern alone.")
     ] = False,
     profile: Annotated[bool, typer.Option("--profile", help="Say where tilekern's steps spend the GPU.")] = False,
+    turns: Annotated[
+        int, typer.Option(min=1, help="How often each trainer takes its steps, after all others; all models must fit.")
+    ] = 1,
     device: Annotated[Device, typer.Option(help="Where the model trains.")] = Device.cuda,
 ) -> None:
     """Measure training steps of a whole model, tilekern and its peers: tokens per second, memory, first steps."""
@@ -166,8 +169,9 @@ def train(
         raise InputError("--keep-attention goes with --checkpointing and --providers of tilekern")
     how = "attention" if keep_attention else "full" if checkpointing else ""
     job = bench.Job(
-        "", model, layers, tuple(lengths), timed, 4, device.value, how, profile, sequence, lora, autocast=autocast
-    )
+        "", model, layers, tuple(lengths), timed, 4, device.value, how, profile, sequence, lora, autocast=autocast,
+        turns=turns,
+    )  # fmt: skip
     stem = name or "train"
 
     def keep(figures: Results, parts: Results) -> None:

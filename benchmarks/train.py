@@ -4,6 +4,10 @@ Each provider has its own processes. One process takes all lengths in rising ord
 most of the time; a length that does not fit is tried once more in a fresh process. The processes of some providers load
 their modules together, before the first of them measures: a step of GPT-2, which waits for the host, took 40 ms on an
 H100 beside a loading process, and 21 ms alone.
+
+Steps that wait for the host tell little if providers are measured minutes apart: the same code took 37 and 64 ms for
+the same step of Qwen3-0.6B on two hosts, and hosts become faster and slower within a run. With several turns, all
+providers keep their models, and take steps again and again, one provider after the other.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ SAME_LOSS = 0.02
 READY_TOGETHER = 8
 # How often to check whether a process waits.
 _LOOK_S = 0.05
+_READY = json.dumps(READY).encode()
 T = TypeVar("T")
 Keep = Callable[[Results, Results], None]
 Say = Callable[[str], None]
@@ -93,14 +98,33 @@ def measure_jobs(
     notes.append(NO_PATCHES)
     before = len(notes)
     figures, profile = Results(run), Results(run)
-    with in_turns(_installed(jobs, notes), _start) as started:
+    measured: list[tuple[Job, list[Line], Process]] = []
+
+    def kept() -> None:
+        for results in (figures, profile):
+            results.rows.clear()
+        for job, lines, _ in measured:
+            name = full_name(job.provider)
+            figures.rows.extend(replace(row, benchmark=benchmark) for line in lines for row in rows_of(line, name, job))
+            profile.rows.extend(profile_rows(lines, name, job))
+        keep(figures, profile)
+
+    with contextlib.ExitStack() as held, in_turns(_installed(jobs, notes), _start) as started:
         for job, process in started:
             name = full_name(job.provider)
             say(f"{name}: {', '.join(label(job, tokens) for tokens in job.tokens)}")
-            lines = list(with_a_loss(_lines(job, notes, process), name, job, notes))
-            figures.rows.extend(replace(row, benchmark=benchmark) for line in lines for row in rows_of(line, name, job))
-            profile.rows.extend(profile_rows(lines, name, job))
-            keep(figures, profile)
+            lines, last = _first_turn(job, notes, process, held)
+            measured.append((job, list(with_a_loss(lines, name, job, notes)), last))
+            kept()
+        for turn in range(1, max((job.turns for job in jobs), default=1)):
+            say(f"turn {turn + 1}")
+            # Back and forth, so that none always comes after the same one.
+            for job, lines, process in measured[:: -1 if turn % 2 else 1]:
+                if process.is_waiting():
+                    trouble, more = process.turn()
+                    _add(lines, more)
+                    notes.extend([f"{job.provider}: turn {turn + 1}: {trouble}"] if trouble else [])
+            kept()
     if not figures.rows:
         raise InputError(f"nothing was measured, and nothing is written: {'; '.join(notes[before:])}")
     notes[:] = dict.fromkeys([*notes, *odd_losses(figures)])
@@ -239,12 +263,15 @@ def odd_losses(results: Results) -> Iterator[str]:
                 yield f"{case}: {row.provider} has a loss of {row.value:.4g} where the median is {middle:.4g}"
 
 
-def _lines(job: Job, notes: list[str], process: Process) -> Iterator[Line]:
-    """Return all lines of a provider, from as many processes as it needs; the first one waits for its turn."""
-    left = job
-    while left.tokens:
-        trouble, lines = process.done()
-        yield from lines
+def _first_turn(job: Job, notes: list[str], process: Process, held: contextlib.ExitStack) -> tuple[list[Line], Process]:
+    """Return all lines of a provider, from as many processes as it needs, and the last of these.
+
+    ``process`` waits for its turn; ``held`` ends the others.
+    """
+    left, found = job, list[Line]()
+    while True:
+        trouble, lines = process.turn()
+        found += lines
         notes.extend(f"{job.provider}: {note}" for note in _notes(lines))
         done = {line["tokens"] for line in lines if line["kind"] == "length"}
         full = [line["tokens"] for line in lines if line["kind"] == "out_of_memory"]
@@ -252,13 +279,27 @@ def _lines(job: Job, notes: list[str], process: Process) -> Iterator[Line]:
             if trouble:
                 rest = [tokens for tokens in left.tokens if tokens not in done]
                 notes.append(f"{job.provider}: {trouble}; not measured: {', '.join(map(str, rest)) or 'none'}")
-            return
+            return found, process
         if full[0] == left.tokens[0] or full[0] in done:  # in a fresh process, or its profile
-            notes.append(f"{label(job, full[0])}: {job.provider} is out of memory, so longer ones were not tried")
-            return
+            beside = " beside the others" if job.turns > 1 else ""
+            notes.append(
+                f"{label(job, full[0])}: {job.provider} is out of memory{beside}, so longer ones were not tried"
+            )
+            return found, process
+        process.end()
         at = left.tokens.index(full[0])
         left = replace(left, tokens=left.tokens[at:], timed=left.timed[at:])
         process = _start(left)
+        held.callback(process.end)
+
+
+def _add(lines: Sequence[Line], more: Sequence[Line]) -> None:
+    """Add the times of a later turn to those of their lengths."""
+    lengths = {line["tokens"]: line for line in lines if line["kind"] == "length"}
+    for line in more:
+        if line["kind"] == "again" and line["tokens"] in lengths:
+            lengths[line["tokens"]]["timed"] += line["timed"]
+            lengths[line["tokens"]]["host"] += line["host"]
 
 
 def _notes(lines: Sequence[Line]) -> Iterator[str]:
@@ -276,23 +317,30 @@ def _start(job: Job) -> Process:
 
 
 class Process:
-    """A process that gets ready and waits for its turn; its whole process group ends with it.
+    """A process that gets ready and waits for its turns; its whole process group ends with it.
 
     Args:
         command: its command; the path of the file for its lines is appended.
         environment: its variables.
-        limit_s: seconds that it may take from its turn on.
+        limit_s: seconds that it may take for a turn.
     """
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], limit_s: float) -> None:
         self.folder = tempfile.TemporaryDirectory()
         self.limit_s = limit_s
-        self.kept = Path(self.folder.name, "lines.jsonl")
+        self.kept, self.said = Path(self.folder.name, "lines.jsonl"), Path(self.folder.name, "said.txt")
         self.kept.touch()
-        self.child = subprocess.Popen(
-            [*command, str(self.kept)], cwd=ROOT, env=environment, start_new_session=True, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-        )  # fmt: skip
+        self.turns = 0
+        with self.said.open("w") as said:
+            self.child = subprocess.Popen(
+                [*command, str(self.kept)], cwd=ROOT, env=environment, start_new_session=True, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=said,
+            )  # fmt: skip
+
+    def is_waiting(self) -> bool:
+        """Return whether it has not ended and waits for its first turn or another one."""
+        # It says so before each turn.
+        return self.child.poll() is None and self.kept.read_bytes().count(_READY) > self.turns
 
     def wait_until_ready(self) -> None:
         """Block until it waits for its turn, has ended, or its time is up."""
@@ -300,25 +348,48 @@ class Process:
         while self.child.poll() is None and not self.kept.stat().st_size and time.monotonic() < latest:
             time.sleep(_LOOK_S)
 
-    def done(self) -> tuple[str, list[Line]]:
-        """Give it its turn; return the error in one line, or an empty text, and its lines so far."""
-        try:
-            said = self.child.communicate("go\n", timeout=self.limit_s)[1]
-            trouble = f"ended with {_last(said, self.child.returncode)}" if self.child.returncode else ""
-        except subprocess.TimeoutExpired:
-            trouble = f"not done after {self.limit_s:g} s"
-        finally:
-            written = map(json.loads, self.kept.read_text(encoding="utf-8").splitlines())
-            lines = [line for line in written if line != READY]
+    def turn(self) -> tuple[str, list[Line]]:
+        """Give it a turn, until it waits for another or has ended, for which it may be too late.
+
+        Returns:
+            The error in one line, or an empty text, and the lines of this turn.
+        """
+        before, latest, trouble = len(self._lines()), time.monotonic() + self.limit_s, ""
+        self.turns += 1
+        with contextlib.suppress(BrokenPipeError):
+            assert self.child.stdin is not None
+            self.child.stdin.write("go\n")
+            self.child.stdin.flush()
+        while self.child.poll() is None and not self.is_waiting():
+            if time.monotonic() >= latest:
+                trouble = f"not done after {self.limit_s:g} s"
+                break
+            time.sleep(_LOOK_S)
+        if self.child.returncode:
+            trouble = f"ended with {_last(self.said.read_text(errors='replace'), self.child.returncode)}"
+        lines = [line for line in self._lines()[before:] if line != READY]
+        if trouble:
             self.end()
         return trouble, lines
 
+    def done(self) -> tuple[str, list[Line]]:
+        """Give it its only turn, as :meth:`turn` does, and end it."""
+        try:
+            return self.turn()
+        finally:
+            self.end()
+
     def end(self) -> None:
-        """End it with all its children, and remove its file."""
+        """End it with all its children, and remove its files."""
         if self.child.poll() is None:
             os.killpg(self.child.pid, signal.SIGKILL)
-            self.child.communicate()
+        self.child.communicate()
         self.folder.cleanup()
+
+    def _lines(self) -> list[Line]:
+        """Return the lines that it has written; the last one may not be whole yet."""
+        whole = self.kept.read_text(encoding="utf-8").rpartition("\n")[0]
+        return [json.loads(line) for line in whole.splitlines()]
 
 
 def _last(said: str, code: int) -> str:

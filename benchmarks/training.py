@@ -3,9 +3,10 @@
 python -m benchmarks.training JOB LINES
 
 JOB is a :class:`Job` as JSON. The process loads its modules and patches, says that it is ready, and waits for a line on
-its standard input. If several processes share a model, it starts the others, which write no lines. Each line of LINES
-is an object with a ``kind``: ``ready``, ``length`` (the kernels that ran, the times of a length's steps, peak memory,
-loss, power and clock), ``begun``, ``profile``, ``floor``, ``note``, or ``out_of_memory`` for the last length.
+its standard input: its turn. If several processes share a model, it starts the others, which write no lines. Each line
+of LINES is an object with a ``kind``: ``ready``, ``length`` (the kernels that ran, the times of a length's steps, peak
+memory, loss, power and clock), ``again`` (times of further steps in a later turn), ``begun``, ``profile``, ``floor``,
+``note``, or ``out_of_memory`` for the last length.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ LEARNING_RATE = 1e-5
 Line = dict[str, Any]
 # The line that a process writes before it waits for its turn.
 READY: Line = {"kind": "ready"}
+# Steps of a later turn that are not timed: memory was given back after the turn before.
+WARM_UP_AGAIN = 2
 # Kinds of checkpoints of layers, and their names in results.
 CHECKPOINTS = {
     "": "", "full": "checkpointing", "attention": "checkpointing, attention kept",
@@ -48,7 +51,7 @@ class Job:
     that rank train, on all linear layers, in the model's dtype; with 0 all weights do. ``checkpointing`` is one of
     :data:`CHECKPOINTS`. ``ranks`` processes share the model in one of :data:`benchmarks.sharing.WAYS`; ``limit_s`` are
     the seconds that they may take, 0 for the provider's. With ``autocast`` weights are float32, and their products are
-    cast to bfloat16.
+    cast to bfloat16. All lengths are taken anew in each of ``turns``, by the same model.
     """
 
     provider: str
@@ -66,6 +69,7 @@ class Job:
     ranks: int = 1
     limit_s: float = 0.0
     autocast: bool = False
+    turns: int = 1
 
     @classmethod
     def read(cls, text: str) -> Job:
@@ -144,7 +148,7 @@ class Loop:
 
 
 def run(job: Job) -> Iterator[Line]:
-    """Train at each length in turn; a length that does not fit is the last."""
+    """Train at each length in turn; a length that does not fit is the last. :data:`READY` comes before a later turn."""
     import torch
 
     loop = begin(job)
@@ -156,7 +160,7 @@ def run(job: Job) -> Iterator[Line]:
             with kernels_used() as used:
                 trained = train(loop, ids, job.warm_up, timed)
             yield {"kind": "length", "tokens": tokens, "kernels": used, **trained}
-            done.append(tokens)
+            done.append((tokens, timed))
             if job.profile:
                 yield {"kind": "profile", "tokens": tokens, "parts_ms": _profile(loop, ids)}
         except torch.OutOfMemoryError:
@@ -165,10 +169,17 @@ def run(job: Job) -> Iterator[Line]:
     loop.free()
     if job.profile:
         config = config_named(job.model)[1]
-        for tokens in done:
+        for tokens, _ in done:
             floor = profiling.matmul_floor_ms(config, job.layers or config.num_hidden_layers, tokens, job.device)
             yield {"kind": "floor", "tokens": tokens, "matmuls_ms": floor}
     yield from ({"kind": "note", "text": line} for line in doubts())
+    for _ in range(job.turns - 1):
+        yield READY
+        for tokens, timed in done:
+            ids = loop.tokens(tokens, job.sequence)
+            steps = [loop.timed_step(ids) for _ in range(WARM_UP_AGAIN + timed)][WARM_UP_AGAIN:]
+            yield {"kind": "again", "tokens": tokens, **_times(steps)}
+            loop.free()
 
 
 def prepare(job: Job) -> None:
@@ -225,14 +236,16 @@ def train(loop: Loop, ids: Any, warm_up: int, timed: int) -> Line:
         started = time.perf_counter()
         steps += [loop.timed_step(ids) for _ in range(timed)]
         draw = meter.between(started, time.perf_counter())
-    seconds = [taken for taken, _, _ in steps]
-    line: Line = {"warm_up": seconds[:warm_up], "timed": seconds[warm_up:]}
-    line["host"] = [on_host for _, on_host, _ in steps[warm_up:]]
+    line: Line = {"warm_up": _times(steps[:warm_up])["timed"], **_times(steps[warm_up:])}
     line |= {"loss": float(sharing.averaged(steps[-1][2]))} | _peaks(loop.device)
     if loop.device == "cuda":
         parts = profiling.profile(lambda: loop.timed_step(ids))
         line["gpu_ms"] = parts[profiling.TOTAL] - parts.get(profiling.IDLE, 0.0)
     return line | ({"draw": asdict(draw)} if draw else {})
+
+
+def _times(steps: Sequence[tuple[float, float, Any]]) -> Line:
+    return {"timed": [taken for taken, _, _ in steps], "host": [on_host for _, on_host, _ in steps]}
 
 
 def _peaks(device: str) -> Line:
@@ -273,6 +286,10 @@ def main(text: str, lines: str) -> None:
         sharing.join(job.ranks, job.device, f"{lines}.meet")
         with Path(lines if first else os.devnull).open("a", encoding="utf-8") as file:
             for line in run(job):
+                if line == READY:
+                    if first and not has_a_turn(lines):
+                        return
+                    continue
                 file.write(json.dumps(line) + "\n")
                 file.flush()
                 if not first and line["kind"] == "out_of_memory":

@@ -33,8 +33,14 @@ class Standing:
     def wait_until_ready(self):
         pass
 
+    def is_waiting(self):
+        return False
+
     def done(self):
         return "", list(self.work(self.job))
+
+    def turn(self):
+        return self.done()
 
     def end(self):
         pass

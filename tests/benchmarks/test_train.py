@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -71,7 +72,7 @@ def test_sigterm_as_timeout_sends_it_leaves_no_process(tiny):
 
 @pytest.mark.nightly
 def test_a_tiny_model_is_trained_on_the_cpu_from_the_command_line(tiny, tmp_path, capsys):
-    arguments = ["--device", "cpu", "--tokens", "12,1,8,12", "--steps", "2"]
+    arguments = ["--device", "cpu", "--tokens", "12,1,8,12", "--steps", "2", "--turns", "2"]
     arguments += ["--providers", "tilekern,hf-sdpa-flash,tilekern"]
     assert main(["train", str(tiny), "--out", str(tmp_path), *arguments]) == 0
     results = read_results(tmp_path / "train.json")
@@ -142,7 +143,8 @@ def test_rows_of_a_length():
 def run_with(monkeypatch, *answers):
     """The lines and notes of a provider whose processes answer so, one after the other, and the lengths of each."""
     jobs, notes = answering(monkeypatch, train, *answers), []
-    lines = list(train._lines(JOB, notes, train._start(JOB)))
+    with contextlib.ExitStack() as held:
+        lines, _ = train._first_turn(JOB, notes, train._start(JOB), held)
     return lines, [job.tokens for job in jobs], notes
 
 
@@ -223,13 +225,55 @@ def test_a_process_is_ended_with_all_its_children_when_its_time_is_up():
 
 
 def test_a_process_waits_for_its_turn_and_ends_with_whoever_started_it(tmp_path):
-    code = "import sys; sys.stdin.readline() and open(sys.argv[1], 'a').write('{}')"
+    code = "import sys; sys.stdin.readline() and open(sys.argv[1], 'a').write('{}\\n')"
     waiting, taken = (train.Process([sys.executable, "-c", code], dict(os.environ), 60) for _ in range(2))
     assert taken.done() == ("", [{}])
     assert waiting.child.poll() is None
     waiting.end()
     assert waiting.child.poll() is not None
     assert not waiting.kept.exists()
+
+
+def test_a_process_takes_turns_until_it_ends():
+    code = "import sys; from benchmarks.training import has_a_turn\n"
+    code += "for n in range(2): has_a_turn(sys.argv[1]); open(sys.argv[1], 'a').write(f'{n}\\n')"
+    process = train.Process([sys.executable, "-c", code], os.environ | {"PYTHONPATH": str(train.ROOT)}, 60)
+    # Also where nobody waits until it is ready.
+    assert process.turn() == ("", [0])
+    assert process.is_waiting()
+    assert process.turn() == ("", [1])
+    assert not process.is_waiting()
+    process.end()
+
+
+def test_later_turns_go_back_and_forth_and_add_their_times(monkeypatch):
+    """So a host that is slow for a while is slow for all."""
+    asked, seconds = [], {"tilekern": iter([1.0, 5.0, 2.0]), "hf-sdpa": iter([4.0, 4.0, 4.0])}
+
+    class Steady(Standing):
+        def __init__(self, job):
+            self.job = job
+
+        def is_waiting(self):
+            return True
+
+        def turn(self):
+            asked.append(self.job.provider)
+            took = next(seconds[self.job.provider])
+            more = {"kind": "again", "tokens": 2048, "timed": [took], "host": [took / 2]}
+            return "", [more if asked.count(self.job.provider) > 1 else length(2048) | more | {"kind": "length"}]
+
+    monkeypatch.setattr(train, "_start", Steady)
+    jobs = [replace(JOB, provider=name, tokens=(2048,), timed=(1,), turns=3) for name in seconds]
+    kept = []
+    figures, _ = train.measure_jobs(
+        jobs, dict(RUN, notes=[]), "train", lambda found, _: kept.append(len(found.rows)), print
+    )
+    assert asked == ["tilekern", "hf-sdpa", "hf-sdpa", "tilekern", "tilekern", "hf-sdpa"]
+    row = figures.row("qwen3-8b 2048 tokens", "tilekern", "step_s")
+    assert (row.value, row.spread) == (2.0, 1.0), "the median of all turns, and half the distance of its quartiles"
+    assert figures.row("qwen3-8b 2048 tokens", "tilekern", "host_s").value == 1.0
+    assert len(kept) == 4
 
 
 def test_nobody_has_a_turn_while_another_gets_ready(monkeypatch):
