@@ -159,6 +159,18 @@ def test_parts_of_a_composite_that_its_winner_does_not_launch_are_not_missing(tm
     assert not missing()
 
 
+def test_no_part_of_a_composite_is_missing_where_a_kernel_of_its_own_won(tmp_path):
+    flags = dict.fromkeys(("gated", "rounded", "biased", "gelu_tanh", "silu", "accumulated"), False)
+    sizes = "rows=64,inner=4128,columns=6176," + ",".join(f"{name}={value}" for name, value in flags.items())
+    problems = plan_of_problem(f"skinny_linear {sizes},dtype=bfloat16", H200).problems
+    assert len(problems) > 1
+    kernel, problem = problems[0]
+    spec = spec_named(kernel)
+    own = next(way for way in spec.space.candidates(problem, H200) if way["implementation"] == "tile")
+    put(tmp_path / "cache", kernel, problem, config=dict(own))
+    assert not checks.preflight_of(Planned("a model", problems, launches={problems[0]: 1}), H200).missing
+
+
 @pytest.mark.parametrize(("served", "percent", "words"), [(199, 99, "99 % of 200"), (200, 100, "100 % of 200")])
 def test_a_whole_share_is_the_only_one_of_100_percent(tmp_path, served, percent, words):
     planned = planned_launches({(64, 48): served, (64, 56): 200 - served})

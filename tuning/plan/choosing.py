@@ -188,10 +188,13 @@ def with_parts(problems: Iterable[Named], target: Target) -> list[Named]:
 
 
 def parts_of(named: Named, config: Config, target: Target) -> list[Named]:
-    """Return the problems of the parts that a composite launches by one of its configs."""
+    """Return the problems of the parts that a config of a kernel launches; none if it is no composite."""
     found, (kernel, problem) = Trace(target), named
+    spec = all_specs()[kernel]
+    if not spec.implement(problem, config).composite:
+        return []
     with tracing(found):
-        found.take_apart(all_specs()[kernel], problem, config)
+        found.take_apart(spec, problem, config)
     return [part for part in found.problems if part != named]
 
 
