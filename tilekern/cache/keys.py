@@ -66,8 +66,7 @@ def parse_path(parts: Sequence[str]) -> Address:
     if len(parts) != 5 or parts[0] != LAYOUT or not parts[4].endswith(".json"):
         raise CacheError(f"{'/'.join(parts)!r:.300} is not the path of a record")
     address = Address(parts[1], parts[2], parts[3], parts[4].removesuffix(".json"))
-    for what, name in zip(("a target's key", "a toolkit's key", "a kernel"), address[:3], strict=True):
-        check_name(what, name)
+    _check_folders(*address[:3])
     parse_problem_key(address.problem_key)
     return address
 
@@ -198,6 +197,14 @@ def _pair(part: str) -> tuple[str, Value] | None:
     # Cached: the records of a pack have few different parts, and a job opens each pack of the wheel.
     name, equals, value = part.partition("=")
     return (name, _value(value)) if equals and _DIMENSION.fullmatch(name) and _TEXT.fullmatch(value) else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _check_folders(target_key: str, toolkit_key: str, kernel: str) -> None:
+    # Cached: a pack has thousands of records in some dozens of folders.
+    check_name("a target's key", target_key)
+    check_name("a toolkit's key", toolkit_key)
+    check_name("a kernel", kernel)
 
 
 @functools.lru_cache(maxsize=1024)

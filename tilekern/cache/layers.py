@@ -230,7 +230,7 @@ class PackLayer:
         self.origin = origin
         self.package = package
         self.name = name or self.path.name
-        self._opened: tuple[int, Pack | None] | None = None
+        self._opened: tuple[Pack | None] | None = None
 
     def __repr__(self) -> str:
         return f"PackLayer({str(self.path)!r})"
@@ -290,17 +290,14 @@ class PackLayer:
         return pack.records if pack else ()
 
     def _pack(self) -> Pack | None:
-        # Each process opens the pack itself, since a forked child shares its parent's position in the file. Without a
-        # lock: a child forked while another thread holds it would wait forever.
-        opened = self._opened
-        if opened is None or opened[0] != os.getpid():
+        # Without a lock: a child forked while another thread holds it would wait forever.
+        if self._opened is None:
             try:
                 pack = Pack(self.path)
                 if self.origin == "file" and not others_may_write():
                     require_unshared(self.path, pack.status)
-                opened = (os.getpid(), pack)
+                self._opened = (pack,)
             except CacheError as error:
-                opened = (os.getpid(), None)
+                self._opened = (None,)
                 warn_once(f"{error}; it is left out", about=self.path)
-            self._opened = opened
-        return opened[1]
+        return self._opened[0]

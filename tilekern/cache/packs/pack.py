@@ -10,14 +10,13 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-import struct
 import weakref
-import zipfile
-import zlib
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO
+
+import msgspec
 
 from tilekern.cache.entries import Entry, Where, entry_of
 from tilekern.cache.errors import CacheError, Corrupt, Missing, UnknownSchema
@@ -30,7 +29,7 @@ from tilekern.cache.keys import (
     parse_path,
     parse_signature_path,
 )
-from tilekern.cache.packs.archives import check_clashes, check_directory, check_entries
+from tilekern.cache.packs.archives import check_clashes, read_directory, read_member
 from tilekern.cache.records import LARGEST_BLOB, LARGEST_RECORD, Record, check_blob, decode_record, parse_object
 from tilekern.cache.trust.signing import SIGNATURE_BYTES, check_signature
 
@@ -40,22 +39,9 @@ LARGEST_MANIFEST = 64 * 2**20
 # Version 2 has signatures; a pack without them is written as version 1, which every tilekern reads.
 UNSIGNED, SIGNED = 1, 2
 FORMAT = "tilekern-pack"
-# The errors of zipfile for bytes that are not a sound zip file.
-_UNSOUND = (
-    zipfile.BadZipFile,
-    zlib.error,
-    struct.error,
-    OSError,
-    EOFError,
-    ValueError,
-    RuntimeError,
-    LookupError,
-    OverflowError,
-    MemoryError,
-)
 
 
-class Member(NamedTuple):
+class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The manifest's entry of a member: digest in hexadecimal, size in bytes."""
 
     sha256: str
@@ -89,7 +75,7 @@ class Pack:
         member = self.members.get(name)
         if member is None:
             raise Missing(f"{self.path} has no {name}")
-        data = self._inflate(name, member.size)
+        data = self._inflate(name)
         if len(data) != member.size or hashlib.sha256(data).hexdigest() != member.sha256:
             raise Corrupt(f"{self.path}: {name} is not what the manifest says")
         return data
@@ -132,39 +118,32 @@ class Pack:
             found.setdefault(digest, {})[public_key] = check_signature(self.read(name))
         return found
 
-    def _inflate(self, name: str, size: int) -> bytes:
+    def _inflate(self, name: str) -> bytes:
         try:
-            with self._zip.open(name) as file:
-                return file.read(size + 1)
-        except _UNSOUND as error:
-            raise Corrupt(f"{self.path}: {name} cannot be read: {error}") from None
+            return read_member(self._file, name, self._places[name])
+        except (CacheError, OSError) as error:
+            raise Corrupt(f"{self.path}: {error}") from None
 
     def _check_members(self) -> tuple[dict[str, Member], dict[Address, str]]:
         try:
-            check_directory(self._file)
-            self._zip = zipfile.ZipFile(self._file)
-            infos = self._zip.infolist()
-            check_entries(infos, self.status.st_size)
-        except (CacheError, *_UNSOUND) as error:
+            self._places = read_directory(self._file, self.status.st_size)
+        except (CacheError, OSError) as error:
             raise Corrupt(f"{self.path} is not a pack: {error}") from None
-        names = [info.filename for info in infos]
-        if MANIFEST not in names or len(set(names)) != len(names):
-            raise Corrupt(f"{self.path} is not a pack: it needs one {MANIFEST} and no member twice")
+        sizes = {name: size for name, (_, _, size, _) in self._places.items()}
+        if not 0 < sizes.pop(MANIFEST, 0) <= LARGEST_MANIFEST:
+            raise Corrupt(f"{self.path} is not a pack: it needs a {MANIFEST} of at most {LARGEST_MANIFEST} bytes")
         members, records = self._read_manifest()
-        if set(names) != {MANIFEST, *members}:
-            odd = min(set(names) ^ {MANIFEST, *members})
+        if sizes.keys() != members.keys():
+            odd = min(sizes.keys() ^ members.keys())
             raise Corrupt(f"{self.path}: {odd!r:.300} is in the manifest or among the members, but not in both")
-        for info in infos:
-            kind = stat.S_IFMT(info.external_attr >> 16)
-            if kind not in (0, stat.S_IFREG) or info.orig_filename != info.filename:
-                raise Corrupt(f"{self.path}: {info.filename!r} must be a plain file")
-            if info.filename != MANIFEST and info.file_size != members[info.filename].size:
-                raise Corrupt(f"{self.path}: {info.filename} does not have the size that the manifest says")
+        for name, member in members.items():
+            if sizes[name] != member.size:
+                raise Corrupt(f"{self.path}: {name} does not have the size that the manifest says")
         return members, records
 
     def _read_manifest(self) -> tuple[dict[str, Member], dict[Address, str]]:
         try:
-            text = self._inflate(MANIFEST, LARGEST_MANIFEST).decode()
+            text = self._inflate(MANIFEST).decode()
             manifest = parse_object(text)
         except (Corrupt, UnicodeDecodeError) as error:
             raise Corrupt(f"{self.path} has a bad {MANIFEST}: {error}") from None
@@ -173,22 +152,40 @@ class Pack:
         schema = manifest.get("schema")
         if type(schema) is not int or schema not in (UNSIGNED, SIGNED):
             raise UnknownSchema(f"{self.path} has schema {schema!r:.60}; this tilekern reads {UNSIGNED} and {SIGNED}")
-        members = manifest.get("members")
-        if not isinstance(members, dict):
-            raise Corrupt(f"{self.path} has a bad {MANIFEST}: members must be an object")
         try:
-            check_clashes(members)
-            found = {name: _member(name, value) for name, value in members.items()}
-            records = {parse_path(name.split("/")): name for name in found if _is_record(name)}
-            digests = {found[name].sha256 for name in records.values()}
-            for name in filter(is_signature, found):
-                if schema == UNSIGNED:
-                    raise Corrupt(f"a pack of schema {UNSIGNED} has no signatures, got {name}")
-                if parse_signature_path(name.split("/"))[0] not in digests:
-                    raise Corrupt(f"{name} is a signature, and the pack has no record for it")
+            found = msgspec.convert(manifest.get("members"), dict[str, Member])
+        except msgspec.ValidationError as error:
+            raise Corrupt(f"{self.path} has a bad {MANIFEST}: members: {error}") from None
+        return found, self._addresses(found, schema)
+
+    def _addresses(self, found: dict[str, Member], schema: int) -> dict[Address, str]:
+        """Return the names of records by their addresses; raise Corrupt if a cache has no such files."""
+        records, signed = dict[Address, str](), set[str]()
+        name = MANIFEST
+        try:
+            check_clashes(found)
+            for name, member in found.items():
+                largest = LARGEST_RECORD
+                if _is_record(name):
+                    check_digest("the sha256", member.sha256)
+                    records[parse_path(name.split("/"))] = name
+                elif is_signature(name):
+                    check_digest("the sha256", member.sha256)
+                    signed.add(parse_signature_path(name.split("/"))[0])
+                    largest = SIGNATURE_BYTES
+                elif name == blob_name(member.sha256):
+                    largest = LARGEST_BLOB
+                else:
+                    raise Corrupt("this is neither the path of a record nor that of its blob or signature")
+                if not 0 <= member.size <= largest:
+                    raise Corrupt(f"the size must be a number of bytes up to {largest}, got {member.size}")
         except CacheError as error:
-            raise Corrupt(f"{self.path}: {error}") from None
-        return found, records
+            raise Corrupt(f"{self.path}: {name!r:.300}: {error}") from None
+        if signed and schema == UNSIGNED:
+            raise Corrupt(f"{self.path}: a pack of schema {UNSIGNED} has no signatures, and this has {len(signed)}")
+        if without := signed - {found[name].sha256 for name in records.values()}:
+            raise Corrupt(f"{self.path}: it has a signature, and no record, of the sha256 {min(without)}")
+        return records
 
 
 def _open(path: Path) -> tuple[BinaryIO, os.stat_result]:
@@ -213,25 +210,6 @@ def _is_record(name: str) -> bool:
 def is_signature(name: str) -> bool:
     """Return whether a member is a signature, by its name."""
     return name.endswith(SIGNATURE_SUFFIX)
-
-
-def _member(name: str, value: Any) -> Member:
-    """Return the manifest's entry for ``name``; raise Corrupt or CacheError if a cache has no such file."""
-    if not isinstance(value, dict) or value.keys() != {"sha256", "size"}:
-        raise Corrupt(f"{name!r:.300} must have a sha256 and a size in the manifest")
-    digest, size = check_digest(f"{name!r:.300}: sha256", value["sha256"]), value["size"]
-    if _is_record(name):
-        largest = LARGEST_RECORD
-    elif is_signature(name):
-        parse_signature_path(name.split("/"))
-        largest = SIGNATURE_BYTES
-    elif name == blob_name(digest):
-        largest = LARGEST_BLOB
-    else:
-        raise Corrupt(f"{name!r:.300} is neither the path of a record nor that of its blob or signature")
-    if type(size) is not int or not 0 <= size <= largest:
-        raise Corrupt(f"{name}: the size must be a number of bytes up to {largest}, got {size!r:.60}")
-    return Member(digest, size)
 
 
 def checked_contents(pack: Pack) -> Iterator[tuple[Record, dict[str, bytes]]]:

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
+
 from tilekern.cache.errors import CacheError
 from tilekern.cache.files import write_by
 from tilekern.cache.keys import blob_path, signature_path
@@ -110,7 +112,7 @@ def _put(
 
 def _manifest(members: Mapping[str, Member]) -> bytes:
     schema = SIGNED if any(map(is_signature, members)) else UNSIGNED
-    listed = {name: members[name]._asdict() for name in sorted(members)}
+    listed = {name: msgspec.structs.asdict(members[name]) for name in sorted(members)}
     text = json.dumps({"format": FORMAT, "schema": schema, "members": listed}, indent=1).encode()
     if len(members) >= MOST_MEMBERS or len(text) > LARGEST_MANIFEST:
         raise CacheError(f"a pack may hold {MOST_MEMBERS} records, artifacts and signatures; select fewer records")
