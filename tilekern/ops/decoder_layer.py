@@ -33,12 +33,13 @@ from tilekern.ops import (  # noqa: F401 (declared)
 )  # fmt: skip
 from tilekern.ops.gated_mlp import UNREAD
 from tilekern.ops.layer_products import TORCH, Products, Wanted
-from tilekern.ops.lora_linear import Adapter, adapters_of, cast_factors, flat
+from tilekern.ops.lora_linear import Adapter, adapters_of, flat
 from tilekern.ops.operation import FUNCTIONS
 from tilekern.ops.packing import check_starts
 from tilekern.ops.packing import longest as longest_of
 from tilekern.ops.registration import (
     applied,
+    cast_together,
     check_softcap,
     differentiable_once,
     is_autocast,
@@ -335,24 +336,24 @@ def _summed_backward(
     return dx, dy, dout_norm, dmlp_norm
 
 
-def _cast(weights: Weights, dtype: torch.dtype) -> Weights:
-    """Return weights with matrices and biases of a dtype."""
-    if weights.q.dtype == dtype:
-        return weights
+def _cast(x: Tensor, weights: Weights, factors: Sequence[Any], dtype: torch.dtype) -> tuple[Weights, Sequence[Any]]:
+    """Return weights with matrices and biases of a dtype, and factors, which are of it if autocast is on for ``x``."""
+    if x.dtype == dtype and not (factors and is_autocast(x)):
+        return weights, factors
     wide = {name: weight for name, weight in zip(Weights._fields, weights, strict=True) if name not in _NORMS}
-    given = {name: weight for name, weight in wide.items() if weight is not None}
-    made = {name: torch.empty_like(weight, dtype=dtype) for name, weight in given.items()}
-    torch._foreach_copy_(list(made.values()), list(given.values()))
-    return weights._replace(**made)
+    made = cast_together(dtype, (*wide.values(), *factors))
+    return weights._replace(**dict(zip(wide, made, strict=False))), made[len(wide) :]
 
 
-def _sorted(needs: Sequence[bool]) -> tuple[bool, Any, Wanted, Wanted, Wanted]:
+def _sorted(needs: Sequence[bool], factors: Sequence[Any]) -> tuple[bool, Any, Wanted, Wanted, Wanted]:
     """Return autograd's flags: of x, by the names of weights, and of the layers up to attention, behind it, and MLP."""
+    is_wide = any(factor is not None and factor.dtype == torch.float32 for factor in factors)
+    factors_dtype = torch.float32 if is_wide else None
     of_x, of_factors = needs[0], needs[1 + _COUNT : -4]
     wants: Any = Weights(*needs[1 : 1 + _COUNT])
-    first = Wanted(of_x or wants.norm, wants[1:4], wants[4:7], of_factors[:6])
-    second = Wanted(True, (wants.out,), (False,), of_factors[6:8])
-    return of_x, wants, first, second, Wanted(True, wants[-3:], (), of_factors[8:])
+    first = Wanted(of_x or wants.norm, wants[1:4], wants[4:7], of_factors[:6], factors_dtype)
+    second = Wanted(True, (wants.out,), (False,), of_factors[6:8], factors_dtype)
+    return of_x, wants, first, second, Wanted(True, wants[-3:], (), of_factors[8:], factors_dtype)
 
 
 class _DecoderLayer(torch.autograd.Function):
@@ -365,11 +366,9 @@ class _DecoderLayer(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
         cos, sin, starts, call = given[-4:]
         plans, numbers, longest, kinds, dtype, products = call
-        weights, ctx.wanted = _cast(Weights(*given[:_COUNT]), dtype), _sorted(ctx.needs_input_grad)
+        ctx.wanted = _sorted(ctx.needs_input_grad, given[_COUNT:-4])
         *_, first, second, third = ctx.wanted
-        factors: Any = given[_COUNT:-4]
-        if kinds and is_autocast(x):
-            factors = cast_factors(dtype, factors)
+        weights, factors = _cast(x, Weights(*given[:_COUNT]), given[_COUNT:-4], dtype)
         adapters = adapters_of(kinds, factors) if kinds else ()
         (batch, tokens, hidden), size = x.shape, numbers.head_dim
         norms, eps = plans.norms, numbers.eps

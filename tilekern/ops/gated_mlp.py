@@ -185,6 +185,7 @@ def launched_backward(
     plan: Plan, wants: Sequence[bool], slope: Tensor, rows: Any, gate: Tensor, up: Tensor, weights: Sequence[Tensor],
     adapters: Sequence[Adapter | None] = (), lows: Sequence[Tensor | None] = (None, None),
     dtype: torch.dtype | None = None, y: Any = None, activation: str = "silu",
+    factors_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of rows, weights, and factors of adapters; None for those that nobody ``wants``.
 
@@ -194,6 +195,7 @@ def launched_backward(
         dtype: of the gradients, as of :func:`tilekern.ops.projections.gradient`.
         y: what the last layer read, unless it is made again, as with silu, or no gradient reads it.
         activation: as of :func:`plans_of`.
+        factors_dtype: of the gradients of factors.
     """
     gate_weight, up_weight, down_weight = weights
     dy, dlow = rows_gradient((slope,), (down_weight,), adapters[2:])
@@ -205,14 +207,16 @@ def launched_backward(
         plan.launch(slope.get_device(), dy, gate, up, dgate, dup)
     del dy
     ddown = gradient(slope.t(), y, dtype) if wants[3] else None
-    of_last = factor_gradients(wants[8:], (slope,), y, lows[1], dlow, adapters[2:]) if adapters else ()
+    of_last = factor_gradients(wants[8:], (slope,), y, lows[1], dlow, adapters[2:], factors_dtype) if adapters else ()
     del y
     slopes, drows, dlow = (dgate, dup), None, None
     if wants[0]:
         drows, dlow = rows_gradient(slopes, (gate_weight, up_weight), adapters[:2], dtype)
     elif any(wants[4:8:2]):
         dlow = low_gradient(slopes, adapters[:2])
-    of_first = factor_gradients(wants[4:8], slopes, rows, lows[0], dlow, adapters[:2]) if adapters else ()
+    of_first: Any = ()
+    if adapters:
+        of_first = factor_gradients(wants[4:8], slopes, rows, lows[0], dlow, adapters[:2], factors_dtype)
     dgate_weight = gradient(dgate.t(), rows, dtype) if wants[1] else None
     return drows, dgate_weight, gradient(dup.t(), rows, dtype) if wants[2] else None, ddown, *of_first, *of_last
 

@@ -25,12 +25,14 @@ class Wanted(NamedTuple):
     """Which gradients are wanted of linear layers: of their rows, and of each one's weight and bias.
 
     ``biases`` are empty for an MLP. ``factors``: of ``a`` and ``b`` of each one's adapter; empty if none has one.
+    ``factors_dtype``: that of the factors' gradients; None for that of the factors of products.
     """
 
     rows: bool
     weights: Sequence[bool]
     biases: Sequence[bool]
     factors: Sequence[bool]
+    factors_dtype: torch.dtype | None = None
 
 
 class Products:
@@ -102,7 +104,8 @@ class Products:
             drows, dlow = rows_gradient(slopes, weights, adapters, rows_dtype)
         elif any(wanted.factors[::2]):
             dlow = low_gradient(slopes, adapters)
-        dfactors = factor_gradients(wanted.factors, slopes, rows, low, dlow, adapters) if adapters else ()
+        given = wanted.factors, slopes, rows, low, dlow, adapters, wanted.factors_dtype
+        dfactors = factor_gradients(*given) if adapters else ()
         return drows, dweights, dbiases, dfactors
 
     def mlp(
@@ -123,7 +126,19 @@ class Products:
         wants = True, *wanted.weights, *wanted.factors
         lows = low, last
         return launched_backward(
-            plans[1], wants, slope, rows, gate, up, weights, adapters, lows, dtype, active, activation
+            plans[1],
+            wants,
+            slope,
+            rows,
+            gate,
+            up,
+            weights,
+            adapters,
+            lows,
+            dtype,
+            active,
+            activation,
+            wanted.factors_dtype,
         )
 
 

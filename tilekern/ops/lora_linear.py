@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from tilekern.ops.linear import product
-from tilekern.ops.projections import input_gradient, projections
+from tilekern.ops.projections import gradient, input_gradient, projections
 from tilekern.ops.registration import (
     applied,
     as_products,
@@ -180,11 +180,6 @@ def adapters_of(kinds: Sequence[Kind], factors: Sequence[Any]) -> list[Adapter |
     return [None if kind is None else Adapter(a, b, *kind) for kind, a, b in given]
 
 
-def cast_factors(dtype: torch.dtype, factors: Sequence[Any]) -> list[Any]:
-    """Return factors in a dtype, as autocast would cast them."""
-    return [factor if factor is None or factor.dtype == dtype else factor.to(dtype) for factor in factors]
-
-
 def are_served(x: Tensor, factors: Iterable[Any]) -> bool:
     """Return whether factors have the dtype of ``x``, or are float32 beside a half type, or autocast casts them."""
     dtypes = {factor.dtype for factor in factors if factor is not None}
@@ -250,7 +245,7 @@ def rows_gradient(
 
 def factor_gradients(
     wants: Sequence[bool], slopes: Sequence[Tensor], rows: Tensor | None, low: Tensor | None, dlow: Tensor | None,
-    adapters: Sequence[Adapter | None],
+    adapters: Sequence[Adapter | None], dtype: torch.dtype | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
     """Return the gradients of ``a`` and ``b`` of each layer's adapter, None for those that are not wanted.
 
@@ -259,6 +254,7 @@ def factor_gradients(
         slopes: the gradients of the layers' results.
         rows, dlow: what the adapters read, and :func:`low_gradient`'s result; not read if no ``a`` is wanted.
         low: :func:`products`' second result; not read if no ``b`` is wanted.
+        dtype: of the gradients, as of :func:`tilekern.ops.projections.gradient`.
     """
     found: list[Tensor | None] = [None] * len(wants)
     if not any(adapters):
@@ -266,16 +262,14 @@ def factor_gradients(
     if any(wants[::2]):
         assert dlow is not None
         assert rows is not None
-        for number, _, part in _parts(torch.mm(dlow.t(), rows.to(dlow.dtype)), adapters, 0):
+        for number, _, part in _parts(gradient(dlow.t(), rows.to(dlow.dtype), dtype), adapters, 0):
             found[2 * number] = part if wants[2 * number] else None
     if any(wants[1::2]):
         assert low is not None
-        # A product is scaled inside, with an addend that is not read.
-        unread = low.new_empty(())
         for number, adapter, part in _parts(low, adapters, 1):
             if wants[2 * number + 1]:
                 slope = slopes[number].to(low.dtype).t()
-                found[2 * number + 1] = torch.addmm(unread, slope, part, beta=0, alpha=adapter.scaling)
+                found[2 * number + 1] = gradient(slope, part, dtype, adapter.scaling)
     return found
 
 

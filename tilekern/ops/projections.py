@@ -50,18 +50,23 @@ def input_gradient(slopes: Sequence[Tensor], weights: Sequence[Tensor], dtype: t
     """
     dx = gradient(slopes[0], weights[0], dtype)
     for slope, weight in zip(slopes[1:], weights[1:], strict=True):
-        if dx.dtype == slope.dtype:
-            dx.addmm_(slope, weight)
+        if dx.dtype != slope.dtype and dx.is_cuda:
+            # Without ``out`` torch copies dx first.
+            torch.addmm(dx, slope, weight, out_dtype=dx.dtype, out=dx)
         else:
-            dx = torch.addmm(dx, slope, weight, out_dtype=dx.dtype) if dx.is_cuda else dx + slope.to(dx) @ weight.to(dx)
+            dx.addmm_(slope.to(dx.dtype), weight.to(dx.dtype))
     return dx
 
 
-def gradient(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return ``a @ b``, of the dtype of both; or of float32 that no product rounds, for a parameter that was cast."""
-    if dtype is None or dtype == a.dtype:
-        return torch.mm(a, b)
-    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else a.to(dtype) @ b.to(dtype)
+def gradient(a: Tensor, b: Tensor, dtype: torch.dtype | None = None, scaling: float = 1.0) -> Tensor:
+    """Return ``scaling * a @ b``, of the dtype of both, or of float32 that no product rounds."""
+    if dtype not in (None, a.dtype) and not a.is_cuda:
+        a, b, dtype = a.to(dtype), b.to(dtype), None
+    wide = {} if dtype in (None, a.dtype) else {"out_dtype": dtype}
+    if scaling == 1.0:
+        return torch.mm(a, b, **wide)
+    # A product is scaled inside, with an addend that is not read.
+    return torch.addmm(a.new_empty(()).expand(a.shape[0], b.shape[1]), a, b, beta=0, alpha=scaling, **wide)
 
 
 class _Projections(torch.autograd.Function):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -189,6 +189,18 @@ def cast_as_products(*tensors: Tensor | None) -> tuple[Any, ...]:
         return tensors
     dtype = autocast_dtype(first.device.type)
     return tuple(None if x is None else x.to(dtype) for x in tensors)
+
+
+def cast_together(dtype: torch.dtype, tensors: Iterable[Any]) -> list[Any]:
+    """Return tensors in a dtype; None stays None, and those of another dtype are cast by one launch."""
+    given = list(tensors)
+    wide = [x for x in given if x is not None and x.dtype != dtype]
+    if not wide:
+        return given
+    made = [torch.empty_like(x, dtype=dtype) for x in wide]
+    torch._foreach_copy_(made, wide)
+    cast = iter(made)
+    return [x if x is None or x.dtype == dtype else next(cast) for x in given]
 
 
 def plans_of_both(
