@@ -107,7 +107,8 @@ class _Norms(NamedTuple):
     """The ops of norms of one kind, and the arguments that follow eps.
 
     ``norm`` and ``add``, of a sum's norm, take ``options``, and ``norm`` then ``to``, the dtype of products if that is
-    another one. ``turn``, of heads, takes ``of_turn``, and the ops of norms before a sum take ``behind``.
+    another one. ``turn``, of heads, takes ``of_turn`` if they have norms, and the ops of norms before a sum take
+    ``behind``.
     """
 
     norm: dict[str, Any]
@@ -137,8 +138,8 @@ class _Plans(NamedTuple):
     last: Any
 
 
-_NORM_ADD_NORM, _NORM_ADD, _NORM, _TURN, _ATTENTION = (
-    FUNCTIONS[name] for name in ("rms_norm_add_rms_norm", "rms_norm_add", "rms_norm_offset", "rope", "attention")
+_NORM_ADD_NORM, _NORM_ADD, _NORM, _ATTENTION = (
+    FUNCTIONS[name] for name in ("rms_norm_add_rms_norm", "rms_norm_add", "rms_norm_offset", "attention")
 )
 # Per kind of call; False if a kernel is missing, whose op says so when it is called.
 _plans: dict[Any, _Plans | bool] = memo()
@@ -162,8 +163,9 @@ def decoder_layer(
     autocast over float32 for norms behind halves that round before their weights, which widen them.
 
     Under autocast over float32 the sums, norms and their gradients are of float32, and all else of autocast's dtype, as
-    in the ops one by one; norms read what products made, and write what products read, without launches that cast. Each
-    matrix is cast once, in both directions, and the products of weights' gradients are not rounded to that dtype.
+    in the ops one by one; norms and rotations read what products made, and write what products and attention read,
+    without launches that cast. All matrices are cast by one launch, for both directions, and the products of weights'
+    gradients are not rounded to that dtype.
 
     Args:
         x: [batch, tokens, hidden], contiguous.
@@ -234,7 +236,7 @@ def _find(
     batch, tokens, _ = x.shape
     heads = [(weight.shape[0] // numbers.head_dim, numbers.head_dim) for weight in (weights.q, weights.k)]
     q, k = (x.new_empty((batch, tokens, *own), dtype=dtype) for own in heads)
-    norms, eps = _norms_of(numbers, x.dtype, dtype), numbers.eps
+    norms, eps = _norms_of(numbers, weights.q_norm is not None, x.dtype, dtype), numbers.eps
     is_joined = weights.out_norm is not None and not norms.to
     norm = norms.norm["plans_of"](is_joined, x, weights.norm, eps[0], *norms.options, *norms.to)
     made, out_norm, last = x.new_empty((), dtype=dtype).expand(x.shape), (), ()
@@ -249,7 +251,7 @@ def _find(
         own = weights.down_norm, eps[3], *norms.behind
         last = _NORM["plans_of"](True, made, *own) if norms.to else _NORM_ADD["plans_of"](True, x, x, *own)
     if weights.q_norm is None or weights.k_norm is None:
-        turn = _TURN["plans_of"](True, q.transpose(1, 2), k.transpose(1, 2), cos, sin, False)
+        turn = norms.turn["plans_of"](True, q.transpose(1, 2), k.transpose(1, 2), cos, sin, False)
     else:
         of_heads = weights.q_norm, weights.k_norm, cos, sin, eps[1], *norms.of_turn
         turn = norms.turn["plans_of"](True, q, k, *of_heads)
@@ -257,11 +259,13 @@ def _find(
     return False if None in found else found
 
 
-def _norms_of(numbers: Numbers, wide: torch.dtype, dtype: torch.dtype) -> _Norms:
+def _norms_of(numbers: Numbers, of_heads: bool, wide: torch.dtype, dtype: torch.dtype) -> _Norms:
     options = () if numbers.cast and not numbers.offset else (numbers.offset, numbers.cast)
     to = () if dtype == wide else (dtype,)
-    kind = ("_offset" if options else "") + ("_to" if to else "")
+    suffix = "_to" if to else ""
+    kind = ("_offset" if options else "") + suffix
     turn, of_turn = ("qk_norm_rope_general", (numbers.offset, False, False)) if numbers.offset else ("qk_norm_rope", ())
+    turn = (turn if of_heads else "rope") + suffix
     norm, add, heads = (FUNCTIONS[name] for name in (f"rms_norm{kind}", f"fused_add_rms_norm{kind}", turn))
     return _Norms(norm, add, heads, options, to, of_turn, (numbers.offset, numbers.cast))
 
@@ -278,12 +282,12 @@ def _of_attention(
 
 def _turned(plans: _Plans, q: Tensor, k: Tensor, weights: Weights, angles: tuple[Tensor, Tensor], eps: float) -> Any:
     """Return q and k [batch, tokens, heads, head_dim] with their heads normalised, if they have norms, and rotated."""
+    launch = plans.norms.turn["launch"]
     if weights.q_norm is not None:
         of_heads = weights.q_norm, weights.k_norm, *angles, eps, *plans.norms.of_turn
-        return plans.norms.turn["launch"](plans.turn, q, k, *of_heads)
-    return tuple(
-        x.transpose(1, 2) for x in _TURN["launch"](plans.turn, q.transpose(1, 2), k.transpose(1, 2), *angles, False)
-    )
+        return launch(plans.turn, q, k, *of_heads)
+    turned = launch(plans.turn, q.transpose(1, 2), k.transpose(1, 2), *angles, False)
+    return tuple(x.transpose(1, 2) for x in turned)
 
 
 def _turned_backward(
@@ -291,15 +295,12 @@ def _turned_backward(
     angles: tuple[Tensor, Tensor], eps: float,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return the gradients of what :func:`_turned` read: q, k, and the weights of their norms if ``wants`` says so."""
-    # Of the dtype that was turned, which the angles widen.
-    slopes = slopes[0].to(angles[0].dtype), slopes[1].to(angles[0].dtype)
+    launch = plans.norms.turn["launch_backward"]
     if weights.q_norm is None:
-        turned = _TURN["launch_backward"](plans.turn, _ALL, *(x.transpose(1, 2) for x in slopes), *angles, False)
+        turned = launch(plans.turn, _ALL, *(x.transpose(1, 2) for x in slopes), *angles, False)
         return *(x.transpose(1, 2) for x in turned), None, None
     of_heads = weights.q_norm, weights.k_norm, *angles, eps, *plans.norms.of_turn
-    made: tuple[Any, ...] = plans.norms.turn["launch_backward"](
-        plans.turn, (True, True, *wants), *slopes, *inputs, *of_heads
-    )
+    made: tuple[Any, ...] = launch(plans.turn, (True, True, *wants), *slopes, *inputs, *of_heads)
     return made
 
 
@@ -377,7 +378,7 @@ class _DecoderLayer(torch.autograd.Function):
         count = rows.shape[0]
         del rows
         q, k, v = (y.view(batch, tokens, -1, size) for y in made)
-        turned: Any = [heads.to(dtype) for heads in _turned(plans, q, k, weights, (cos, sin), eps[1])]
+        turned: Any = _turned(plans, q, k, weights, (cos, sin), eps[1])
         # Of their norms; without these nothing reads them any more.
         before = (q, k) if weights.q_norm is not None else (None, None)
         del q, k, made
