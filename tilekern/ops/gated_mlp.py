@@ -31,7 +31,7 @@ from tilekern.ops.lora_linear import (
     factor_gradients,
     flat,
     lora_linears,
-    low_gradient,
+    low_gradients,
     products,
     rows_gradient,
 )
@@ -198,7 +198,9 @@ def launched_backward(
         factors_dtype: of the gradients of factors.
     """
     gate_weight, up_weight, down_weight = weights
-    dy, dlow = rows_gradient((slope,), (down_weight,), adapters[2:])
+    first, last = adapters[:2], adapters[2:]
+    dlow, of_b = low_gradients(True, wants[8:], (slope,), lows[1], last, factors_dtype)
+    dy = rows_gradient((slope,), (down_weight,), dlow, last)
     dgate, dup = torch.empty_like(gate), torch.empty_like(gate)
     if activation == "silu":
         y = torch.empty_like(gate)
@@ -207,16 +209,12 @@ def launched_backward(
         plan.launch(slope.get_device(), dy, gate, up, dgate, dup)
     del dy
     ddown = gradient(slope.t(), y, dtype) if wants[3] else None
-    of_last = factor_gradients(wants[8:], (slope,), y, lows[1], dlow, adapters[2:], factors_dtype) if adapters else ()
+    of_last = factor_gradients(wants[8:], y, dlow, of_b, last, factors_dtype)
     del y
-    slopes, drows, dlow = (dgate, dup), None, None
-    if wants[0]:
-        drows, dlow = rows_gradient(slopes, (gate_weight, up_weight), adapters[:2], dtype)
-    elif any(wants[4:8:2]):
-        dlow = low_gradient(slopes, adapters[:2])
-    of_first: Any = ()
-    if adapters:
-        of_first = factor_gradients(wants[4:8], slopes, rows, lows[0], dlow, adapters[:2], factors_dtype)
+    slopes = dgate, dup
+    dlow, of_b = low_gradients(wants[0], wants[4:8], slopes, lows[0], first, factors_dtype)
+    drows = rows_gradient(slopes, (gate_weight, up_weight), dlow, first, dtype) if wants[0] else None
+    of_first = factor_gradients(wants[4:8], rows, dlow, of_b, first, factors_dtype)
     dgate_weight = gradient(dgate.t(), rows, dtype) if wants[1] else None
     return drows, dgate_weight, gradient(dup.t(), rows, dtype) if wants[2] else None, ddown, *of_first, *of_last
 

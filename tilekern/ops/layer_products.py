@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilekern.ops.gated_mlp import kept as kept_by_mlp
 from tilekern.ops.gated_mlp import launched, launched_backward, plans_of
-from tilekern.ops.lora_linear import Adapter, are_served, factor_gradients, low_gradient, products, rows_gradient
+from tilekern.ops.lora_linear import Adapter, are_served, factor_gradients, low_gradients, products, rows_gradient
 from tilekern.ops.projections import gradient
 from tilekern.ops.registration import PLAIN
 
@@ -99,13 +99,10 @@ class Products:
         pairs = zip(slopes, wanted.weights, strict=True)
         dweights = [gradient(s.t(), rows, dtype) if want else None for s, want in pairs]
         dbiases = [s.sum(0, dtype=dtype) if want else None for s, want in zip(slopes, wanted.biases, strict=True)]
-        drows = dlow = None
-        if wanted.rows:
-            drows, dlow = rows_gradient(slopes, weights, adapters, rows_dtype)
-        elif any(wanted.factors[::2]):
-            dlow = low_gradient(slopes, adapters)
-        given = wanted.factors, slopes, rows, low, dlow, adapters, wanted.factors_dtype
-        dfactors = factor_gradients(*given) if adapters else ()
+        dtype = wanted.factors_dtype
+        dlow, of_b = low_gradients(wanted.rows, wanted.factors, slopes, low, adapters, dtype)
+        drows = rows_gradient(slopes, weights, dlow, adapters, rows_dtype) if wanted.rows else None
+        dfactors = factor_gradients(wanted.factors, rows, dlow, of_b, adapters, dtype)
         return drows, dweights, dbiases, dfactors
 
     def mlp(
