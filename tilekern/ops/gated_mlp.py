@@ -39,6 +39,7 @@ from tilekern.ops.projections import gradient
 from tilekern.ops.registration import (
     applied,
     as_products,
+    cast_together,
     check_tensors,
     differentiable_once,
     needs_gradient,
@@ -226,7 +227,7 @@ class _GatedMlp(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
         plans, kinds, dtype = given[-3:]
         ctx.call, ctx.shape = (plans[1], kinds, x.dtype), x.shape
-        x, *weights = (one.to(dtype) for one in (x, *given[:3]))
+        x, *weights = cast_together(dtype, (x, *given[:3]))
         factors = given[3:-3]
         adapters = adapters_of(kinds, factors)
         y, gate, up, _, lows = launched(plans[0], x.reshape(-1, x.shape[-1]), weights, adapters)

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from tilekern.ops import few_rows
 from tilekern.ops.linear import product
-from tilekern.ops.registration import applied, differentiable_once, needs_gradient, product_dtype, shaped
+from tilekern.ops.registration import (
+    applied,
+    cast_together,
+    differentiable_once,
+    needs_gradient,
+    product_dtype,
+    shaped,
+)
 
 # The weights of q, k and v, which a kernel takes.
 _JOINED = 3
@@ -78,7 +85,7 @@ class _Projections(torch.autograd.Function):
         of_x, *wanted = ctx.needs_input_grad
         *parameters, dtype = given
         ctx.shape, ctx.dtype, count = x.shape, x.dtype, len(parameters) // 2
-        x, *parameters = (None if one is None else one.to(dtype) for one in (x, *parameters))
+        x, *parameters = cast_together(dtype, (x, *parameters))
         weights, biases = parameters[:count], parameters[count:]
         ctx.save_for_backward(x if any(wanted[:count]) else None, *(weight if of_x else None for weight in weights))
         linear = torch.nn.functional.linear
