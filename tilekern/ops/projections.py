@@ -28,6 +28,8 @@ from tilekern.ops.registration import (
 
 # The weights of q, k and v, which a kernel takes.
 _JOINED = 3
+# Whether products of half types can be added to float32; torch 2.9 refuses (pytorch#167931).
+_ADDS_WIDE = torch.__version__ >= (2, 10)
 
 
 def projections(x: Tensor, *weights: Tensor, biases: Sequence[Tensor | None] = ()) -> tuple[Tensor, ...]:
@@ -57,11 +59,13 @@ def input_gradient(slopes: Sequence[Tensor], weights: Sequence[Tensor], dtype: t
     """
     dx = gradient(slopes[0], weights[0], dtype)
     for slope, weight in zip(slopes[1:], weights[1:], strict=True):
-        if dx.dtype != slope.dtype and dx.is_cuda:
+        if dx.dtype == slope.dtype:
+            dx.addmm_(slope, weight)
+        elif dx.is_cuda and _ADDS_WIDE:
             # Without ``out`` torch copies dx first.
             torch.addmm(dx, slope, weight, out_dtype=dx.dtype, out=dx)
         else:
-            dx.addmm_(slope.to(dx.dtype), weight.to(dx.dtype))
+            dx.add_(gradient(slope, weight, dx.dtype))
     return dx
 
 
