@@ -77,8 +77,8 @@ JOINED = {"cat": 2}
 AUTOCAST = {
     ("all", "float32"): CAST,
     ("frozen", "float32"): CAST,
-    ("adapters", "float32"): tuple(JOINED | each for each in CAST),
-    ("adapters of float32", "bfloat16"): (JOINED | {"_foreach_copy_": 1, "add_": 1}, JOINED),
+    ("adapters", "float32"): CAST,
+    ("adapters of float32", "bfloat16"): ({"_foreach_copy_": 1, "add_": 1}, {}),
 }
 WITHOUT = {
     "all": ({"add_": 1}, {}),

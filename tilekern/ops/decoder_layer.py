@@ -150,6 +150,8 @@ _NORMS = ("norm", "q_norm", "k_norm", "out_norm", "mlp_norm", "down_norm")
 # Of the inputs of an op: all need a gradient.
 _ALL: tuple[bool, ...] = (True,) * 4
 _COUNT = len(Weights._fields)
+# Of the factors of adapters, those ``a`` whose layers share rows: q, k and v; gate and up.
+_SHARING = slice(0, 6, 2), slice(8, 12, 2)
 
 
 def decoder_layer(
@@ -338,11 +340,25 @@ def _summed_backward(
 
 
 def _cast(x: Tensor, weights: Weights, factors: Sequence[Any], dtype: torch.dtype) -> tuple[Weights, Sequence[Any]]:
-    """Return weights with matrices and biases of a dtype, and factors, which are of it if autocast is on for ``x``."""
+    """Return weights with matrices and biases of a dtype, and factors, which are of it if autocast is on for ``x``.
+
+    Casts of the factors ``a`` of layers that share rows are below each other, as products read them: the first is that
+    of all, and the others are None.
+    """
     if x.dtype == dtype and not (factors and is_autocast(x)):
         return weights, factors
     wide = {name: weight for name, weight in zip(Weights._fields, weights, strict=True) if name not in _NORMS}
-    made = cast_together(dtype, (*wide.values(), *factors))
+    into: dict[int, Tensor] = {}
+    given, whole = (*wide.values(), *factors), {}
+    for group in _SHARING if factors else ():
+        places = [n for n in range(len(wide), len(given))[group] if given[n] is not None]
+        if len(places) > 1 and all(given[n].dtype != dtype for n in places):
+            ranks = [given[n].shape[0] for n in places]
+            joined = whole[places[0]] = given[places[0]].new_empty((sum(ranks), x.shape[-1]), dtype=dtype)
+            into |= zip(places, joined.split_with_sizes(ranks), strict=True)
+    made = cast_together(dtype, given, into)
+    for place in into:
+        made[place] = whole.get(place)
     return weights._replace(**dict(zip(wide, made, strict=False))), made[len(wide) :]
 
 

@@ -291,8 +291,8 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _joined(adapters: Sequence[Adapter | None]) -> Tensor:
-    """Return the factors ``a`` [rank, in_features] of all adapters below each other."""
-    factors = [adapter.a for adapter in adapters if adapter is not None]
+    """Return the factors ``a`` [rank, in_features] of all adapters below each other; the first may be that of all."""
+    factors = [adapter.a for adapter in adapters if adapter is not None and adapter.a is not None]
     return factors[0] if len(factors) == 1 else torch.cat(factors)
 
 
