@@ -193,12 +193,15 @@ def cast_as_products(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def cast_together(dtype: torch.dtype, tensors: Iterable[Any], into: Mapping[int, Tensor] = MappingProxyType({})) -> Any:
-    """Return tensors in a dtype; None stays None, and those of another dtype are cast by one launch.
+    """Return tensors in a dtype; None stays None, and plain ones of another dtype are cast by one launch.
 
     ``into``: memory for some of the latter by their places in ``tensors``.
     """
     found = list(tensors)
     wide = {place: x for place, x in enumerate(found) if x is not None and x.dtype != dtype}
+    if not all(type(x) in PLAIN for x in wide.values()):
+        # DTensors have no operation for that.
+        return [x if x is None else x.to(dtype) for x in found]
     if wide:
         made = {place: into[place] if place in into else torch.empty_like(x, dtype=dtype) for place, x in wide.items()}
         torch._foreach_copy_(list(made.values()), list(wide.values()))
