@@ -9,7 +9,7 @@ from spec_samples import compiled, config_of, each, id_of, resources_of, runs_on
 
 from tilekern.compile.toolchain import compile_candidate, toolkit
 from tilekern.errors import CompileFailed
-from tilekern.kernels import rms_norm_to, spec_named
+from tilekern.kernels import rms_norm_to, rotations_to, spec_named
 from tilekern.kernels.adamw import WIDTHS
 from tilekern.kernels.attention.problem import keys_apart
 from tilekern.kernels.grouped.space import first_tile
@@ -64,6 +64,18 @@ BOTH = ("sm_90", "sm_100")
 @pytest.mark.share(8)
 def test_norms_of_float32_between_products_of_half_types_spill_nothing(spec, arch, columns):
     problem = sized(spec, "float32", rows=4096, columns=columns).but(product_dtype="bfloat16")
+    assert judge(spec, problem, resolve(arch), ALIGNED).stack_bytes == 0
+    judge(spec, problem, resolve(arch), GENERIC)
+
+
+@each(rotations_to.SPECS)
+@pytest.mark.parametrize("arch", BOTH)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.share(8)
+def test_rotations_in_the_dtype_of_products_spill_nothing(spec, arch, head_dim):
+    sizes = {"batch": 1, "tokens": 4096, "heads": 16, "kv_heads": 8, "head_dim": head_dim, "pairs": head_dim // 2}
+    dtypes = {d.name: "float32" for d in spec.dimensions if d.kind == "dtype"} | {"dtype": "bfloat16"}
+    problem = sized(spec, "bfloat16", **sizes).but(**dtypes)
     assert judge(spec, problem, resolve(arch), ALIGNED).stack_bytes == 0
     judge(spec, problem, resolve(arch), GENERIC)
 

@@ -91,7 +91,7 @@ def test_kernels_that_are_compiled_by_both():
     names = {spec.name.removesuffix("_forward").removesuffix("_backward") for spec in ROWS}
     assert {"rms_norm", "fused_add_rms_norm", "layer_norm", "softmax"} <= names
     others = [[spec.name for spec in specs] for specs in (HEADS, LOSSES, SUMS)]
-    assert others == [["qk_norm_rope_backward"], ["cross_entropy_fused"], ["column_sum"]]
+    assert others == [["qk_norm_rope_backward", "qk_norm_rope_to_backward"], ["cross_entropy_fused"], ["column_sum"]]
 
 
 # What is left to cuTile: vectors that are not whole, rows too short to keep a block busy, options.
@@ -129,10 +129,10 @@ def test_losses_with_options_are_left_to_cutile():
             assert not configs(spec, problem_of(spec).but(**{flag: True}))
 
 
-def test_heads_that_threads_take_together_are_all_of_a_token():
-    (heads,) = HEADS
-    assert values_of("together", heads, problem_of(heads)) == {1, 2}
-    assert values_of("together", heads, problem_of(heads, heads=12, kv_heads=4)) == {1}
+@each(HEADS)
+def test_heads_that_threads_take_together_are_all_of_a_token(spec):
+    assert values_of("together", spec, problem_of(spec)) == {1, 2}
+    assert values_of("together", spec, problem_of(spec, heads=12, kv_heads=4)) == {1}
 
 
 def test_no_clusters_before_sm_90():
@@ -264,6 +264,16 @@ def vectors_of(kernel, config):
 @pytest.mark.parametrize("target", [H200, B200], ids=["H200", "B200"])
 def test_norms_of_float32_between_products_of_half_types_compile(spec, target):
     problem = problem_of(spec, dtype="float32").but(product_dtype="bfloat16")
+    made = compile_candidate(spec, problem, configs(spec, problem, target)[0], target, ALIGNED)
+    assert made.resources().stack_bytes <= 64
+
+
+@pytest.mark.slow
+@needs_cute
+@pytest.mark.parametrize("target", [H200, B200], ids=["H200", "B200"])
+def test_rotations_in_the_dtype_of_products_compile(target):
+    spec = spec_named("qk_norm_rope_to_backward")
+    problem = problem_of(spec).but(weight_dtype="float32", angle_dtype="float32")
     made = compile_candidate(spec, problem, configs(spec, problem, target)[0], target, ALIGNED)
     assert made.resources().stack_bytes <= 64
 

@@ -104,6 +104,25 @@ def test_sizes_of_models(spec, problem):
     assert_right(spec, problem, one_of_each_loop(spec, problem), inputs_of(spec, problem))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("flags", [False, True])
+@each([ROPE, *NORMED, *GENERAL])
+def test_in_the_dtype_of_q_and_k_results_have_the_bits_of_casts(spec, flags, dtype):
+    direction = next((end for end in ("_forward", "_backward") if spec.name.endswith(end)), "")
+    to = spec_named(f"{spec.name.removesuffix(direction)}_to{direction}")
+    dtypes = {d.name: "float32" for d in to.dimensions if d.kind == "dtype"} | {"dtype": dtype}
+    problem = sized(to, dtype, flags=flags, head_dim=16, pairs=6, batch=2, tokens=3).but(**dtypes)
+    inputs = inputs_of(to, problem)
+    # What the other kernel reads in float32: slopes.
+    turns_back = spec is BACKWARD or spec is GENERAL[1] or problem.get("inverse")
+    wide = {name: inputs[name].float() for name in list(inputs)[:2]} if turns_back else {}
+    for config in one_of_each_loop(to, problem):
+        found = launched(to, problem, config, inputs)
+        expected = launched(spec, problem, config, inputs | wide)
+        assert {found[name].dtype for name in list(found)[:2]} == {getattr(torch, dtype)}
+        assert all(torch.equal(y, expected[name].to(y.dtype)) for name, y in found.items())
+
+
 @each([LLAMA4, ROPE, POSITIONS])
 def test_a_number_that_is_not_finite_stays_in_its_pair(spec):
     problem = sized(spec)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import tilekern
 from tilekern.integrations.liger.binding import _serving
 from tilekern.integrations.liger.table import TABLE
-from tilekern.ops import sharded_linear_log_probs
+from tilekern.ops import projections, sharded_linear_log_probs
 from tilekern.runtime.dispatch import counters
 
 EPS = 1e-3
@@ -101,6 +101,12 @@ def liger(mesh):
         torch.testing.assert_close(dweight, wanted[1])
 
 
+def projected(*given):
+    """The results of layers that share their input, under autocast."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return projections(*given)
+
+
 VOCABULARY = 83
 HEAD_OPTIONS = ({}, {"temperature": 0.7, "softcap": 4.0, "ignore_index": 3}, {"masked": True})
 
@@ -156,6 +162,7 @@ def main():
             for sharded in ("first", "last", "none"):
                 hold_case(mesh, CASES[name], variant, sharded)
     liger(mesh)
+    compare(mesh, projected, projected, (Replicate(), *2 * [Shard(0)]), *normal((6, 8), (8, 8), (4, 8)))
     heads(rank)
     for kernel in (
         "rms_norm_backward", "rms_norm_offset_backward", "fused_add_rms_norm_backward", "fused_rms_norm_add_forward",

@@ -349,6 +349,8 @@ def test_factors_of_float32_are_cast_under_autocast_alone():
     assert torch.equal(found[0], theirs[0])
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one.bfloat16(), other)
+    # No product rounds the gradients of factors.
+    assert not any(torch.equal(slope, slope.bfloat16().float()) for slope in found[2:])
 
 
 def test_it_runs_in_checkpoints_and_under_hooks_on_kept_tensors():

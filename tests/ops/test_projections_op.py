@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from tilekern.ops.gated_mlp import gated_mlp
 from tilekern.ops.projections import projections
 
 ROWS, INNER, OUT = 6, 10, (8, 4, 4)
@@ -34,3 +35,11 @@ def test_inputs_of_frozen_weights_are_not_kept_and_gradients_are_those_of_layers
     read = [(z, slope) for z, slope in zip(apart, slopes, strict=True) if z.requires_grad]
     theirs = torch.autograd.grad([z for z, _ in read], learning, [slope for _, slope in read])
     torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("call", [projections, gated_mlp], ids=lambda call: call.__name__)
+def test_one_launch_casts_all_under_autocast(call):
+    x, *weights = (torch.randn(rows, INNER, requires_grad=True) for rows in (ROWS, INNER, INNER, INNER))
+    with torch.autocast("cpu", torch.bfloat16), torch.profiler.profile() as profile:
+        call(x, *weights)
+    assert [event.name for event in profile.events()].count("aten::_foreach_copy_") == 1

@@ -11,7 +11,7 @@ from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
 from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 
 from tilekern.ops import llama4_rope, qk_norm_rope, qwen2vl_mrope, rope
-from tilekern.ops.operation import DECLARED
+from tilekern.ops.operation import DECLARED, FUNCTIONS
 from tilekern.runtime import dispatch
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -92,6 +92,24 @@ def test_qk_norm_rope_is_what_the_attention_of_qwen3_computes(dtype):
         wide = other.detach().transpose(1, 2).double()
         assert float((own.double() - truth).norm()) <= float((wide - truth).norm()) + 1e-6 * float(truth.norm())
         assert_near(own, wide, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("name", ["rope", "qk_norm_rope", "qk_norm_rope_general"])
+def test_in_the_dtype_of_q_and_k_results_and_gradients_have_the_bits_of_casts(name, dtype):
+    op, wide = (FUNCTIONS[each][each] for each in (f"{name}_to", name))
+    q, k = (torch.randn(2, 5, heads, 16).to(dtype).requires_grad_() for heads in (4, 2))
+    weights = [(1 + torch.randn(16) / 4).requires_grad_() for _ in range(2)]
+    theta = 6 * torch.rand(1, 5, 8)
+    angles = theta.cos(), theta.sin()
+    if name == "rope":
+        leaves, given = (q, k), (q.transpose(1, 2), k.transpose(1, 2), *angles, False)
+    else:
+        leaves, given = (q, k, *weights), (q, k, *weights, *angles, EPS)
+    given = (*given, 1.0, False, False) if name == "qk_norm_rope_general" else given
+    found, right = op(*given), [y.to(dtype) for y in wide(*given)]
+    assert all(map(torch.equal, found, right))
+    assert all(map(torch.equal, gradients(found, leaves), gradients(right, leaves)))
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,8 @@ def test_autocast_over_float32_is_planned_as_a_trainer_casts():
         # Of evaluation.
         assert sizes(found[f"{norm}_forward"], "dtype") == {("float32",)}
     names = ("dtype", "weight_dtype", "angle_dtype")
-    assert sizes(found["qk_norm_rope_forward"], *names) == {("bfloat16", "float32", "float32")}
+    for kernel in ("qk_norm_rope_to_forward", "qk_norm_rope_to_backward", "qk_norm_rope_forward"):
+        assert sizes(found[kernel], *names) == {("bfloat16", "float32", "float32")}
     # Of the loss, whose products are cast.
     assert sizes(found["fused_linear_cross_entropy"], "dtype") == {("bfloat16",)}
     with pytest.raises(InputError, match="float32"):

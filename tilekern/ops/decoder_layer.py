@@ -33,12 +33,13 @@ from tilekern.ops import (  # noqa: F401 (declared)
 )  # fmt: skip
 from tilekern.ops.gated_mlp import UNREAD
 from tilekern.ops.layer_products import TORCH, Products, Wanted
-from tilekern.ops.lora_linear import Adapter, adapters_of, cast_factors, flat
+from tilekern.ops.lora_linear import Adapter, adapters_of, flat
 from tilekern.ops.operation import FUNCTIONS
 from tilekern.ops.packing import check_starts
 from tilekern.ops.packing import longest as longest_of
 from tilekern.ops.registration import (
     applied,
+    cast_together,
     check_softcap,
     differentiable_once,
     is_autocast,
@@ -106,7 +107,8 @@ class _Norms(NamedTuple):
     """The ops of norms of one kind, and the arguments that follow eps.
 
     ``norm`` and ``add``, of a sum's norm, take ``options``, and ``norm`` then ``to``, the dtype of products if that is
-    another one. ``turn``, of heads, takes ``of_turn``, and the ops of norms before a sum take ``behind``.
+    another one. ``turn``, of heads, takes ``of_turn`` if they have norms, and the ops of norms before a sum take
+    ``behind``.
     """
 
     norm: dict[str, Any]
@@ -136,8 +138,8 @@ class _Plans(NamedTuple):
     last: Any
 
 
-_NORM_ADD_NORM, _NORM_ADD, _NORM, _TURN, _ATTENTION = (
-    FUNCTIONS[name] for name in ("rms_norm_add_rms_norm", "rms_norm_add", "rms_norm_offset", "rope", "attention")
+_NORM_ADD_NORM, _NORM_ADD, _NORM, _ATTENTION = (
+    FUNCTIONS[name] for name in ("rms_norm_add_rms_norm", "rms_norm_add", "rms_norm_offset", "attention")
 )
 # Per kind of call; False if a kernel is missing, whose op says so when it is called.
 _plans: dict[Any, _Plans | bool] = memo()
@@ -148,6 +150,8 @@ _NORMS = ("norm", "q_norm", "k_norm", "out_norm", "mlp_norm", "down_norm")
 # Of the inputs of an op: all need a gradient.
 _ALL: tuple[bool, ...] = (True,) * 4
 _COUNT = len(Weights._fields)
+# Of the factors of adapters, those ``a`` whose layers share rows: q, k and v; gate and up.
+_SHARING = slice(0, 6, 2), slice(8, 12, 2)
 
 
 def decoder_layer(
@@ -161,8 +165,9 @@ def decoder_layer(
     autocast over float32 for norms behind halves that round before their weights, which widen them.
 
     Under autocast over float32 the sums, norms and their gradients are of float32, and all else of autocast's dtype, as
-    in the ops one by one; norms read what products made, and write what products read, without launches that cast. Each
-    matrix is cast once, in both directions, and the products of weights' gradients are not rounded to that dtype.
+    in the ops one by one; norms and rotations read what products made, and write what products and attention read,
+    without launches that cast. All matrices are cast by one launch, for both directions, and the products of weights'
+    gradients are not rounded to that dtype.
 
     Args:
         x: [batch, tokens, hidden], contiguous.
@@ -233,7 +238,7 @@ def _find(
     batch, tokens, _ = x.shape
     heads = [(weight.shape[0] // numbers.head_dim, numbers.head_dim) for weight in (weights.q, weights.k)]
     q, k = (x.new_empty((batch, tokens, *own), dtype=dtype) for own in heads)
-    norms, eps = _norms_of(numbers, x.dtype, dtype), numbers.eps
+    norms, eps = _norms_of(numbers, weights.q_norm is not None, x.dtype, dtype), numbers.eps
     is_joined = weights.out_norm is not None and not norms.to
     norm = norms.norm["plans_of"](is_joined, x, weights.norm, eps[0], *norms.options, *norms.to)
     made, out_norm, last = x.new_empty((), dtype=dtype).expand(x.shape), (), ()
@@ -248,7 +253,7 @@ def _find(
         own = weights.down_norm, eps[3], *norms.behind
         last = _NORM["plans_of"](True, made, *own) if norms.to else _NORM_ADD["plans_of"](True, x, x, *own)
     if weights.q_norm is None or weights.k_norm is None:
-        turn = _TURN["plans_of"](True, q.transpose(1, 2), k.transpose(1, 2), cos, sin, False)
+        turn = norms.turn["plans_of"](True, q.transpose(1, 2), k.transpose(1, 2), cos, sin, False)
     else:
         of_heads = weights.q_norm, weights.k_norm, cos, sin, eps[1], *norms.of_turn
         turn = norms.turn["plans_of"](True, q, k, *of_heads)
@@ -256,11 +261,13 @@ def _find(
     return False if None in found else found
 
 
-def _norms_of(numbers: Numbers, wide: torch.dtype, dtype: torch.dtype) -> _Norms:
+def _norms_of(numbers: Numbers, of_heads: bool, wide: torch.dtype, dtype: torch.dtype) -> _Norms:
     options = () if numbers.cast and not numbers.offset else (numbers.offset, numbers.cast)
     to = () if dtype == wide else (dtype,)
-    kind = ("_offset" if options else "") + ("_to" if to else "")
+    suffix = "_to" if to else ""
+    kind = ("_offset" if options else "") + suffix
     turn, of_turn = ("qk_norm_rope_general", (numbers.offset, False, False)) if numbers.offset else ("qk_norm_rope", ())
+    turn = (turn if of_heads else "rope") + suffix
     norm, add, heads = (FUNCTIONS[name] for name in (f"rms_norm{kind}", f"fused_add_rms_norm{kind}", turn))
     return _Norms(norm, add, heads, options, to, of_turn, (numbers.offset, numbers.cast))
 
@@ -277,12 +284,12 @@ def _of_attention(
 
 def _turned(plans: _Plans, q: Tensor, k: Tensor, weights: Weights, angles: tuple[Tensor, Tensor], eps: float) -> Any:
     """Return q and k [batch, tokens, heads, head_dim] with their heads normalised, if they have norms, and rotated."""
+    launch = plans.norms.turn["launch"]
     if weights.q_norm is not None:
         of_heads = weights.q_norm, weights.k_norm, *angles, eps, *plans.norms.of_turn
-        return plans.norms.turn["launch"](plans.turn, q, k, *of_heads)
-    return tuple(
-        x.transpose(1, 2) for x in _TURN["launch"](plans.turn, q.transpose(1, 2), k.transpose(1, 2), *angles, False)
-    )
+        return launch(plans.turn, q, k, *of_heads)
+    turned = launch(plans.turn, q.transpose(1, 2), k.transpose(1, 2), *angles, False)
+    return tuple(x.transpose(1, 2) for x in turned)
 
 
 def _turned_backward(
@@ -290,15 +297,12 @@ def _turned_backward(
     angles: tuple[Tensor, Tensor], eps: float,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return the gradients of what :func:`_turned` read: q, k, and the weights of their norms if ``wants`` says so."""
-    # Of the dtype that was turned, which the angles widen.
-    slopes = slopes[0].to(angles[0].dtype), slopes[1].to(angles[0].dtype)
+    launch = plans.norms.turn["launch_backward"]
     if weights.q_norm is None:
-        turned = _TURN["launch_backward"](plans.turn, _ALL, *(x.transpose(1, 2) for x in slopes), *angles, False)
+        turned = launch(plans.turn, _ALL, *(x.transpose(1, 2) for x in slopes), *angles, False)
         return *(x.transpose(1, 2) for x in turned), None, None
     of_heads = weights.q_norm, weights.k_norm, *angles, eps, *plans.norms.of_turn
-    made: tuple[Any, ...] = plans.norms.turn["launch_backward"](
-        plans.turn, (True, True, *wants), *slopes, *inputs, *of_heads
-    )
+    made: tuple[Any, ...] = launch(plans.turn, (True, True, *wants), *slopes, *inputs, *of_heads)
     return made
 
 
@@ -335,24 +339,38 @@ def _summed_backward(
     return dx, dy, dout_norm, dmlp_norm
 
 
-def _cast(weights: Weights, dtype: torch.dtype) -> Weights:
-    """Return weights with matrices and biases of a dtype."""
-    if weights.q.dtype == dtype:
-        return weights
+def _cast(x: Tensor, weights: Weights, factors: Sequence[Any], dtype: torch.dtype) -> tuple[Weights, Sequence[Any]]:
+    """Return weights with matrices and biases of a dtype, and factors, which are of it if autocast is on for ``x``.
+
+    Casts of the factors ``a`` of layers that share rows are below each other, as products read them: the first is that
+    of all, and the others are None.
+    """
+    if x.dtype == dtype and not (factors and is_autocast(x)):
+        return weights, factors
     wide = {name: weight for name, weight in zip(Weights._fields, weights, strict=True) if name not in _NORMS}
-    given = {name: weight for name, weight in wide.items() if weight is not None}
-    made = {name: torch.empty_like(weight, dtype=dtype) for name, weight in given.items()}
-    torch._foreach_copy_(list(made.values()), list(given.values()))
-    return weights._replace(**made)
+    into: dict[int, Tensor] = {}
+    given, whole = (*wide.values(), *factors), {}
+    for group in _SHARING if factors else ():
+        places = [n for n in range(len(wide), len(given))[group] if given[n] is not None]
+        if len(places) > 1 and all(given[n].dtype != dtype for n in places):
+            ranks = [given[n].shape[0] for n in places]
+            joined = whole[places[0]] = given[places[0]].new_empty((sum(ranks), x.shape[-1]), dtype=dtype)
+            into |= zip(places, joined.split_with_sizes(ranks), strict=True)
+    made = cast_together(dtype, given, into)
+    for place in into:
+        made[place] = whole.get(place)
+    return weights._replace(**dict(zip(wide, made, strict=False))), made[len(wide) :]
 
 
-def _sorted(needs: Sequence[bool]) -> tuple[bool, Any, Wanted, Wanted, Wanted]:
+def _sorted(needs: Sequence[bool], factors: Sequence[Any]) -> tuple[bool, Any, Wanted, Wanted, Wanted]:
     """Return autograd's flags: of x, by the names of weights, and of the layers up to attention, behind it, and MLP."""
+    is_wide = any(factor is not None and factor.dtype == torch.float32 for factor in factors)
+    factors_dtype = torch.float32 if is_wide else None
     of_x, of_factors = needs[0], needs[1 + _COUNT : -4]
     wants: Any = Weights(*needs[1 : 1 + _COUNT])
-    first = Wanted(of_x or wants.norm, wants[1:4], wants[4:7], of_factors[:6])
-    second = Wanted(True, (wants.out,), (False,), of_factors[6:8])
-    return of_x, wants, first, second, Wanted(True, wants[-3:], (), of_factors[8:])
+    first = Wanted(of_x or wants.norm, wants[1:4], wants[4:7], of_factors[:6], factors_dtype)
+    second = Wanted(True, (wants.out,), (False,), of_factors[6:8], factors_dtype)
+    return of_x, wants, first, second, Wanted(True, wants[-3:], (), of_factors[8:], factors_dtype)
 
 
 class _DecoderLayer(torch.autograd.Function):
@@ -365,11 +383,9 @@ class _DecoderLayer(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
         cos, sin, starts, call = given[-4:]
         plans, numbers, longest, kinds, dtype, products = call
-        weights, ctx.wanted = _cast(Weights(*given[:_COUNT]), dtype), _sorted(ctx.needs_input_grad)
+        ctx.wanted = _sorted(ctx.needs_input_grad, given[_COUNT:-4])
         *_, first, second, third = ctx.wanted
-        factors: Any = given[_COUNT:-4]
-        if kinds and is_autocast(x):
-            factors = cast_factors(dtype, factors)
+        weights, factors = _cast(x, Weights(*given[:_COUNT]), given[_COUNT:-4], dtype)
         adapters = adapters_of(kinds, factors) if kinds else ()
         (batch, tokens, hidden), size = x.shape, numbers.head_dim
         norms, eps = plans.norms, numbers.eps
@@ -378,7 +394,7 @@ class _DecoderLayer(torch.autograd.Function):
         count = rows.shape[0]
         del rows
         q, k, v = (y.view(batch, tokens, -1, size) for y in made)
-        turned: Any = [heads.to(dtype) for heads in _turned(plans, q, k, weights, (cos, sin), eps[1])]
+        turned: Any = _turned(plans, q, k, weights, (cos, sin), eps[1])
         # Of their norms; without these nothing reads them any more.
         before = (q, k) if weights.q_norm is not None else (None, None)
         del q, k, made

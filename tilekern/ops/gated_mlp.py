@@ -31,7 +31,7 @@ from tilekern.ops.lora_linear import (
     factor_gradients,
     flat,
     lora_linears,
-    low_gradient,
+    low_gradients,
     products,
     rows_gradient,
 )
@@ -39,6 +39,7 @@ from tilekern.ops.projections import gradient
 from tilekern.ops.registration import (
     applied,
     as_products,
+    cast_together,
     check_tensors,
     differentiable_once,
     needs_gradient,
@@ -185,6 +186,7 @@ def launched_backward(
     plan: Plan, wants: Sequence[bool], slope: Tensor, rows: Any, gate: Tensor, up: Tensor, weights: Sequence[Tensor],
     adapters: Sequence[Adapter | None] = (), lows: Sequence[Tensor | None] = (None, None),
     dtype: torch.dtype | None = None, y: Any = None, activation: str = "silu",
+    factors_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of rows, weights, and factors of adapters; None for those that nobody ``wants``.
 
@@ -194,9 +196,12 @@ def launched_backward(
         dtype: of the gradients, as of :func:`tilekern.ops.projections.gradient`.
         y: what the last layer read, unless it is made again, as with silu, or no gradient reads it.
         activation: as of :func:`plans_of`.
+        factors_dtype: of the gradients of factors.
     """
     gate_weight, up_weight, down_weight = weights
-    dy, dlow = rows_gradient((slope,), (down_weight,), adapters[2:])
+    first, last = adapters[:2], adapters[2:]
+    dlow, of_b = low_gradients(True, wants[8:], (slope,), lows[1], last, factors_dtype)
+    dy = rows_gradient((slope,), (down_weight,), dlow, last)
     dgate, dup = torch.empty_like(gate), torch.empty_like(gate)
     if activation == "silu":
         y = torch.empty_like(gate)
@@ -205,14 +210,12 @@ def launched_backward(
         plan.launch(slope.get_device(), dy, gate, up, dgate, dup)
     del dy
     ddown = gradient(slope.t(), y, dtype) if wants[3] else None
-    of_last = factor_gradients(wants[8:], (slope,), y, lows[1], dlow, adapters[2:]) if adapters else ()
+    of_last = factor_gradients(wants[8:], y, dlow, of_b, last, factors_dtype)
     del y
-    slopes, drows, dlow = (dgate, dup), None, None
-    if wants[0]:
-        drows, dlow = rows_gradient(slopes, (gate_weight, up_weight), adapters[:2], dtype)
-    elif any(wants[4:8:2]):
-        dlow = low_gradient(slopes, adapters[:2])
-    of_first = factor_gradients(wants[4:8], slopes, rows, lows[0], dlow, adapters[:2]) if adapters else ()
+    slopes = dgate, dup
+    dlow, of_b = low_gradients(wants[0], wants[4:8], slopes, lows[0], first, factors_dtype)
+    drows = rows_gradient(slopes, (gate_weight, up_weight), dlow, first, dtype) if wants[0] else None
+    of_first = factor_gradients(wants[4:8], rows, dlow, of_b, first, factors_dtype)
     dgate_weight = gradient(dgate.t(), rows, dtype) if wants[1] else None
     return drows, dgate_weight, gradient(dup.t(), rows, dtype) if wants[2] else None, ddown, *of_first, *of_last
 
@@ -224,7 +227,7 @@ class _GatedMlp(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
         plans, kinds, dtype = given[-3:]
         ctx.call, ctx.shape = (plans[1], kinds, x.dtype), x.shape
-        x, *weights = (one.to(dtype) for one in (x, *given[:3]))
+        x, *weights = cast_together(dtype, (x, *given[:3]))
         factors = given[3:-3]
         adapters = adapters_of(kinds, factors)
         y, gate, up, _, lows = launched(plans[0], x.reshape(-1, x.shape[-1]), weights, adapters)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilekern.ops.gated_mlp import kept as kept_by_mlp
 from tilekern.ops.gated_mlp import launched, launched_backward, plans_of
-from tilekern.ops.lora_linear import Adapter, are_served, factor_gradients, low_gradient, products, rows_gradient
+from tilekern.ops.lora_linear import Adapter, are_served, factor_gradients, low_gradients, products, rows_gradient
 from tilekern.ops.projections import gradient
 from tilekern.ops.registration import PLAIN
 
@@ -25,12 +25,14 @@ class Wanted(NamedTuple):
     """Which gradients are wanted of linear layers: of their rows, and of each one's weight and bias.
 
     ``biases`` are empty for an MLP. ``factors``: of ``a`` and ``b`` of each one's adapter; empty if none has one.
+    ``factors_dtype``: that of the factors' gradients; None for that of the factors of products.
     """
 
     rows: bool
     weights: Sequence[bool]
     biases: Sequence[bool]
     factors: Sequence[bool]
+    factors_dtype: torch.dtype | None = None
 
 
 class Products:
@@ -97,12 +99,10 @@ class Products:
         pairs = zip(slopes, wanted.weights, strict=True)
         dweights = [gradient(s.t(), rows, dtype) if want else None for s, want in pairs]
         dbiases = [s.sum(0, dtype=dtype) if want else None for s, want in zip(slopes, wanted.biases, strict=True)]
-        drows = dlow = None
-        if wanted.rows:
-            drows, dlow = rows_gradient(slopes, weights, adapters, rows_dtype)
-        elif any(wanted.factors[::2]):
-            dlow = low_gradient(slopes, adapters)
-        dfactors = factor_gradients(wanted.factors, slopes, rows, low, dlow, adapters) if adapters else ()
+        dtype = wanted.factors_dtype
+        dlow, of_b = low_gradients(wanted.rows, wanted.factors, slopes, low, adapters, dtype)
+        drows = rows_gradient(slopes, weights, dlow, adapters, rows_dtype) if wanted.rows else None
+        dfactors = factor_gradients(wanted.factors, rows, dlow, of_b, adapters, dtype)
         return drows, dweights, dbiases, dfactors
 
     def mlp(
@@ -123,7 +123,19 @@ class Products:
         wants = True, *wanted.weights, *wanted.factors
         lows = low, last
         return launched_backward(
-            plans[1], wants, slope, rows, gate, up, weights, adapters, lows, dtype, active, activation
+            plans[1],
+            wants,
+            slope,
+            rows,
+            gate,
+            up,
+            weights,
+            adapters,
+            lows,
+            dtype,
+            active,
+            activation,
+            wanted.factors_dtype,
         )
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from tilekern.ops.linear import product
-from tilekern.ops.projections import input_gradient, projections
+from tilekern.ops.projections import gradient, input_gradient, projections
 from tilekern.ops.registration import (
     applied,
     as_products,
@@ -180,11 +180,6 @@ def adapters_of(kinds: Sequence[Kind], factors: Sequence[Any]) -> list[Adapter |
     return [None if kind is None else Adapter(a, b, *kind) for kind, a, b in given]
 
 
-def cast_factors(dtype: torch.dtype, factors: Sequence[Any]) -> list[Any]:
-    """Return factors in a dtype, as autocast would cast them."""
-    return [factor if factor is None or factor.dtype == dtype else factor.to(dtype) for factor in factors]
-
-
 def are_served(x: Tensor, factors: Iterable[Any]) -> bool:
     """Return whether factors have the dtype of ``x``, or are float32 beside a half type, or autocast casts them."""
     dtypes = {factor.dtype for factor in factors if factor is not None}
@@ -226,57 +221,69 @@ def products(
     return made, low
 
 
-def low_gradient(slopes: Sequence[Tensor], adapters: Sequence[Adapter | None]) -> Tensor:
-    """Return the gradient of :func:`products`' second result; ``slopes`` are those of the layers' results."""
+def low_gradients(
+    is_read: bool, wants: Sequence[bool], slopes: Sequence[Tensor], low: Tensor | None,
+    adapters: Sequence[Adapter | None], dtype: torch.dtype | None = None,
+) -> tuple[Tensor | None, list[Tensor | None]]:  # fmt: skip
+    """Return the gradients of :func:`products`' second result and of each adapter's ``b``; None for those not wanted.
+
+    Args:
+        is_read: whether the gradient of the rows is wanted, which reads the first result, as those of ``a`` do.
+        wants: whether those of ``a`` and ``b`` of each layer's adapter are.
+        slopes: the gradients of the layers' results. Factors of another dtype have each cast once.
+        low: the second result; not read if no ``b`` is wanted.
+        dtype: of the gradients of ``b``, as of :func:`tilekern.ops.projections.gradient`.
+    """
+    of_b: list[Tensor | None] = [None] * len(adapters)
     own = [adapter for adapter in adapters if adapter]
-    dlow = slopes[0].new_empty(slopes[0].shape[0], sum(adapter.rank for adapter in own), dtype=own[0].b.dtype)
-    for number, (_, b, scaling, _), part in _parts(dlow, adapters, 1):
-        part.addmm_(slopes[number].to(b.dtype), b, beta=0, alpha=scaling)
-    return dlow
+    is_read = bool(own) and (is_read or any(wants[::2]))
+    if not is_read and not any(wants[1::2]):
+        return None, of_b
+    dlow = None
+    if is_read:
+        dlow = slopes[0].new_empty(slopes[0].shape[0], sum(adapter.rank for adapter in own), dtype=own[0].b.dtype)
+    made, read = (_parts(x, adapters, 1) if x is not None else () for x in (dlow, low))
+    for each, (number, adapter, part) in enumerate(made or read):
+        slope = slopes[number].to(part.dtype)
+        if is_read:
+            part.addmm_(slope, adapter.b, beta=0, alpha=adapter.scaling)
+        if wants[2 * number + 1]:
+            of_b[number] = gradient(slope.t(), read[each][2], dtype, adapter.scaling)
+    return dlow, of_b
 
 
 def rows_gradient(
-    slopes: Sequence[Tensor], weights: Sequence[Tensor], adapters: Sequence[Adapter | None],
+    slopes: Sequence[Tensor], weights: Sequence[Tensor], dlow: Tensor | None, adapters: Sequence[Adapter | None],
     dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return the gradient of :func:`products`' rows, as :func:`input_gradient`, and :func:`low_gradient`'s result."""
-    if not any(adapters):
-        return input_gradient(slopes, weights, dtype), None
-    dlow, a = low_gradient(slopes, adapters), _joined(adapters)
+) -> Tensor:  # fmt: skip
+    """Return the gradient of :func:`products`' rows, as :func:`input_gradient`; ``dlow`` is :func:`low_gradients`'."""
+    if dlow is None:
+        return input_gradient(slopes, weights, dtype)
+    a = _joined(adapters)
     if dlow.dtype == slopes[0].dtype:
-        return input_gradient((*slopes, dlow), (*weights, a), dtype), dlow
-    return input_gradient(slopes, weights, dtype).add_(torch.mm(dlow, a)), dlow
+        return input_gradient((*slopes, dlow), (*weights, a), dtype)
+    return input_gradient(slopes, weights, dtype).add_(torch.mm(dlow, a))
 
 
 def factor_gradients(
-    wants: Sequence[bool], slopes: Sequence[Tensor], rows: Tensor | None, low: Tensor | None, dlow: Tensor | None,
-    adapters: Sequence[Adapter | None],
+    wants: Sequence[bool], rows: Tensor | None, dlow: Tensor | None, of_b: Sequence[Tensor | None],
+    adapters: Sequence[Adapter | None], dtype: torch.dtype | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
     """Return the gradients of ``a`` and ``b`` of each layer's adapter, None for those that are not wanted.
 
     Args:
         wants: whether each is wanted, in that order.
-        slopes: the gradients of the layers' results.
-        rows, dlow: what the adapters read, and :func:`low_gradient`'s result; not read if no ``a`` is wanted.
-        low: :func:`products`' second result; not read if no ``b`` is wanted.
+        rows: what the adapters read; not read if no ``a`` is wanted.
+        dlow, of_b: the results of :func:`low_gradients`.
+        dtype: of the gradients of ``a``, as of :func:`tilekern.ops.projections.gradient`.
     """
-    found: list[Tensor | None] = [None] * len(wants)
-    if not any(adapters):
-        return found
+    of_a: list[Tensor | None] = [None] * len(adapters)
     if any(wants[::2]):
         assert dlow is not None
         assert rows is not None
-        for number, _, part in _parts(torch.mm(dlow.t(), rows.to(dlow.dtype)), adapters, 0):
-            found[2 * number] = part if wants[2 * number] else None
-    if any(wants[1::2]):
-        assert low is not None
-        # A product is scaled inside, with an addend that is not read.
-        unread = low.new_empty(())
-        for number, adapter, part in _parts(low, adapters, 1):
-            if wants[2 * number + 1]:
-                slope = slopes[number].to(low.dtype).t()
-                found[2 * number + 1] = torch.addmm(unread, slope, part, beta=0, alpha=adapter.scaling)
-    return found
+        for number, _, part in _parts(gradient(dlow.t(), rows.to(dlow.dtype), dtype), adapters, 0):
+            of_a[number] = part if wants[2 * number] else None
+    return [each for pair in zip(of_a, of_b, strict=True) for each in pair]
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -284,8 +291,8 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _joined(adapters: Sequence[Adapter | None]) -> Tensor:
-    """Return the factors ``a`` [rank, in_features] of all adapters below each other."""
-    factors = [adapter.a for adapter in adapters if adapter is not None]
+    """Return the factors ``a`` [rank, in_features] of all adapters below each other; the first may be that of all."""
+    factors = [adapter.a for adapter in adapters if adapter is not None and adapter.a is not None]
     return factors[0] if len(factors) == 1 else torch.cat(factors)
 
 
@@ -346,17 +353,15 @@ class _LoraLinears(torch.autograd.Function):
         x, dropped, low, *parameters = ctx.saved_tensors
         needs, number = ctx.needs, len(given)
         weights, adapters = parameters[:number], adapters_of(ctx.kinds, parameters[number:])
-        slopes, dx, ddropped, dlow = [_rows(dy) for dy in given], None, None, None
-        if needs.x and needs.through_a and not needs.dropped:
-            dx, dlow = rows_gradient(slopes, weights, adapters)
-        else:
-            dx = input_gradient(slopes, weights) if needs.x else None
-            dlow = low_gradient(slopes, adapters) if needs.low else None
+        slopes, dx, ddropped = [_rows(dy) for dy in given], None, None
+        wants = [want for pair in zip(needs.a, needs.b, strict=True) for want in pair]
+        dlow, of_b = low_gradients(needs.through_a, wants, slopes, low, adapters)
+        if needs.x:
+            dx = rows_gradient(slopes, weights, dlow if needs.through_a and not needs.dropped else None, adapters)
         if needs.dropped:
             ddropped = shaped(torch.mm(dlow, _joined(adapters)), *ctx.shape)
-        wants = [want for pair in zip(needs.a, needs.b, strict=True) for want in pair]
         read = x if dropped is None else dropped
-        dfactors = factor_gradients(wants, slopes, None if read is None else _rows(read), low, dlow, adapters)
+        dfactors = factor_gradients(wants, None if read is None else _rows(read), dlow, of_b, adapters)
         found: list[Tensor | None] = [None, None if dx is None else shaped(dx, *ctx.shape), ddropped]
         for each, slope in enumerate(slopes):
             found.append(torch.mm(slope.t(), _rows(x)) if needs.weight[each] else None)

@@ -17,10 +17,19 @@ from torch import Tensor
 
 from tilekern.ops import few_rows
 from tilekern.ops.linear import product
-from tilekern.ops.registration import applied, differentiable_once, needs_gradient, product_dtype, shaped
+from tilekern.ops.registration import (
+    applied,
+    cast_together,
+    differentiable_once,
+    needs_gradient,
+    product_dtype,
+    shaped,
+)
 
 # The weights of q, k and v, which a kernel takes.
 _JOINED = 3
+# Whether products of half types can be added to float32; torch 2.9 refuses (pytorch#167931).
+_ADDS_WIDE = torch.__version__ >= (2, 10)
 
 
 def projections(x: Tensor, *weights: Tensor, biases: Sequence[Tensor | None] = ()) -> tuple[Tensor, ...]:
@@ -52,16 +61,23 @@ def input_gradient(slopes: Sequence[Tensor], weights: Sequence[Tensor], dtype: t
     for slope, weight in zip(slopes[1:], weights[1:], strict=True):
         if dx.dtype == slope.dtype:
             dx.addmm_(slope, weight)
+        elif dx.is_cuda and _ADDS_WIDE:
+            # Without ``out`` torch copies dx first.
+            torch.addmm(dx, slope, weight, out_dtype=dx.dtype, out=dx)
         else:
-            dx = torch.addmm(dx, slope, weight, out_dtype=dx.dtype) if dx.is_cuda else dx + slope.to(dx) @ weight.to(dx)
+            dx.add_(gradient(slope, weight, dx.dtype))
     return dx
 
 
-def gradient(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return ``a @ b``, of the dtype of both; or of float32 that no product rounds, for a parameter that was cast."""
-    if dtype is None or dtype == a.dtype:
-        return torch.mm(a, b)
-    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else a.to(dtype) @ b.to(dtype)
+def gradient(a: Tensor, b: Tensor, dtype: torch.dtype | None = None, scaling: float = 1.0) -> Tensor:
+    """Return ``scaling * a @ b``, of the dtype of both, or of float32 that no product rounds."""
+    if dtype not in (None, a.dtype) and not a.is_cuda:
+        a, b, dtype = a.to(dtype), b.to(dtype), None
+    wide = {} if dtype in (None, a.dtype) else {"out_dtype": dtype}
+    if scaling == 1.0:
+        return torch.mm(a, b, **wide)
+    # A product is scaled inside, with an addend that is not read.
+    return torch.addmm(a.new_empty(()).expand(a.shape[0], b.shape[1]), a, b, beta=0, alpha=scaling, **wide)
 
 
 class _Projections(torch.autograd.Function):
@@ -73,7 +89,7 @@ class _Projections(torch.autograd.Function):
         of_x, *wanted = ctx.needs_input_grad
         *parameters, dtype = given
         ctx.shape, ctx.dtype, count = x.shape, x.dtype, len(parameters) // 2
-        x, *parameters = (None if one is None else one.to(dtype) for one in (x, *parameters))
+        x, *parameters = cast_together(dtype, (x, *parameters))
         weights, biases = parameters[:count], parameters[count:]
         ctx.save_for_backward(x if any(wanted[:count]) else None, *(weight if of_x else None for weight in weights))
         linear = torch.nn.functional.linear

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilekern.kernels import rotations_to as to
 from tilekern.kernels.qk_norm_rope import GENERAL as GENERAL_FORWARD
 from tilekern.kernels.qk_norm_rope import SPEC as FORWARD
 from tilekern.kernels.qk_norm_rope_backward import GENERAL as GENERAL_BACKWARD
@@ -168,6 +169,28 @@ def qk_norm_rope_general(
         return y.transpose(1, 2).to(torch.promote_types(x.dtype, weight.dtype))
 
     return made(q, q_weight), made(k, k_weight)
+
+
+@operation(to.FORWARD, to.BACKWARD, sums=("q_weight", "k_weight"), ungraded=("cos", "sin"), check=_check)
+def qk_norm_rope_to(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float = 1e-6
+) -> Pair:
+    """Return :func:`qk_norm_rope` in the dtype of q and k, rounded once; so are their gradients."""
+    made = _qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps)
+    return made[0].to(q.dtype), made[1].to(k.dtype)
+
+
+@operation(
+    to.GENERAL_FORWARD, to.GENERAL_BACKWARD, sums=("q_weight", "k_weight"), ungraded=("cos", "sin"),
+    flags={"norm_last": "norm_last", "interleaved": "interleaved"}, check=_check_general,
+)  # fmt: skip
+def qk_norm_rope_general_to(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float = 1e-6,
+    offset: float = 0.0, norm_last: bool = False, interleaved: bool = False,
+) -> Pair:  # fmt: skip
+    """Return :func:`qk_norm_rope_general` in the dtype of q and k, rounded once; so are their gradients."""
+    made = qk_norm_rope_general(q, k, q_weight, k_weight, cos, sin, eps, offset, norm_last, interleaved)
+    return made[0].to(q.dtype), made[1].to(k.dtype)
 
 
 # By op: autograd's function, and the launch of its forward.

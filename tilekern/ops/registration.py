@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -189,6 +190,24 @@ def cast_as_products(*tensors: Tensor | None) -> tuple[Any, ...]:
         return tensors
     dtype = autocast_dtype(first.device.type)
     return tuple(None if x is None else x.to(dtype) for x in tensors)
+
+
+def cast_together(dtype: torch.dtype, tensors: Iterable[Any], into: Mapping[int, Tensor] = MappingProxyType({})) -> Any:
+    """Return tensors in a dtype; None stays None, and plain ones of another dtype are cast by one launch.
+
+    ``into``: memory for some of the latter by their places in ``tensors``.
+    """
+    found = list(tensors)
+    wide = {place: x for place, x in enumerate(found) if x is not None and x.dtype != dtype}
+    if not all(type(x) in PLAIN for x in wide.values()):
+        # DTensors have no operation for that.
+        return [x if x is None else x.to(dtype) for x in found]
+    if wide:
+        made = {place: into[place] if place in into else torch.empty_like(x, dtype=dtype) for place, x in wide.items()}
+        torch._foreach_copy_(list(made.values()), list(wide.values()))
+        for place, x in made.items():
+            found[place] = x
+    return found
 
 
 def plans_of_both(

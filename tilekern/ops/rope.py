@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tilekern.kernels import llama4_rope as pairs
+from tilekern.kernels import rotations_to as to
 from tilekern.kernels.rope import INVERSE, SPEC
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import check_tensors, plans_of_both, readable
@@ -130,6 +131,21 @@ def _turned_back(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, full: bool) -
 def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, full: bool) -> Pair:
     """Rotate; ``full`` says that the halves of the angles differ, so both are read."""
     return turned_halves(q, k, cos, sin)
+
+
+def _turned_back_to(dq: Tensor, dk: Tensor, *rest: Any) -> Pair:
+    turned = _turned_back(dq, dk, *rest)
+    return turned[0].to(dq.dtype), turned[1].to(dk.dtype)
+
+
+@operation(
+    to.ROPE, to.ROPE_INVERSE, ungraded=("cos", "sin"), flags={"full": "full", "inverse": "False"},
+    backward_flags={"inverse": "True"}, strided=True, check=_check, fallback_backward=_turned_back_to,
+)  # fmt: skip
+def rope_to(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, full: bool = False) -> Pair:
+    """Rotate as ``rope``, in the dtype of q and k, rounded once; so are their gradients."""
+    turned = turned_halves(q, k, cos, sin)
+    return turned[0].to(q.dtype), turned[1].to(k.dtype)
 
 
 def _check_part(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, full: bool, rotary: int, interleaved: bool) -> None:

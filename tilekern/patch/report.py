@@ -35,8 +35,11 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "layer_norm": ("layer_norm_forward", "fused_add_layer_norm_forward"),
     "swiglu": ("swiglu_forward", "swiglu_scaled_forward", "geglu_forward", "fp8_gated_forward"),
     "mlp": ("activation_forward",),
-    "qk_norm_rope": ("qk_norm_rope_forward", "qk_norm_rope_general_forward"),
-    "rope": ("rope", "llama4_rope", "qwen2vl_mrope"),
+    "qk_norm_rope": (
+        "qk_norm_rope_forward", "qk_norm_rope_general_forward", "qk_norm_rope_to_forward",
+        "qk_norm_rope_general_to_forward",
+    ),
+    "rope": ("rope", "rope_to", "llama4_rope", "qwen2vl_mrope"),
     "fused_add_rms_norm": (
         "fused_add_rms_norm_forward", "fused_add_rms_norm_offset_forward", "fused_rms_norm_add_forward",
         "fused_rms_norm_add_rms_norm_forward", "fused_add_rms_norm_to_forward", "fused_add_rms_norm_offset_to_forward",
