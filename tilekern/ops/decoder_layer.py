@@ -33,7 +33,7 @@ from tilekern.ops import (  # noqa: F401 (declared)
 )  # fmt: skip
 from tilekern.ops.gated_mlp import UNREAD
 from tilekern.ops.layer_products import TORCH, Products, Wanted
-from tilekern.ops.lora_linear import Adapter, adapters_of, cast_factors, flat
+from tilekern.ops.lora_linear import Adapter, adapters_of, cast_factors, draws, flat
 from tilekern.ops.operation import FUNCTIONS
 from tilekern.ops.packing import check_starts
 from tilekern.ops.packing import longest as longest_of
@@ -194,11 +194,12 @@ def decoder_layer(
         # Whose op reads each angle once.
         cos, sin = (angles.narrow(-1, 0, numbers.head_dim // 2) for angles in (cos, sin))
     plans = _plans_of(x, cos, sin, weights, numbers, dtype, products)
-    if not plans:
-        return None
     if starts is not None:
         check_starts("attention", starts, x.shape[1], longest)
         longest = longest_of(starts, x.shape[1]) if longest is None else longest
+    # Before anything is drawn, which the parts would draw again.
+    if not plans or (draws(adapters) and not _attends(x, weights, numbers, dtype, starts, longest)):
+        return None
     try:
         made: Tensor = _apply(
             x, *weights, *factors, cos, sin, starts, (plans, numbers, longest, kinds, dtype, products)
@@ -263,6 +264,15 @@ def _norms_of(numbers: Numbers, wide: torch.dtype, dtype: torch.dtype) -> _Norms
     turn, of_turn = ("qk_norm_rope_general", (numbers.offset, False, False)) if numbers.offset else ("qk_norm_rope", ())
     norm, add, heads = (FUNCTIONS[name] for name in (f"rms_norm{kind}", f"fused_add_rms_norm{kind}", turn))
     return _Norms(norm, add, heads, options, to, of_turn, (numbers.offset, numbers.cast))
+
+
+def _attends(
+    x: Tensor, weights: Weights, numbers: Numbers, dtype: torch.dtype, starts: Tensor | None, longest: int | None
+) -> bool:
+    """Return whether there are plans of a layer's attention."""
+    heads = [(weight.shape[0] // numbers.head_dim, numbers.head_dim) for weight in (weights.q, weights.k)]
+    q, k = (x.new_empty((), dtype=dtype).expand(*x.shape[:2], *own) for own in heads)
+    return _ATTENTION["plans_of"](True, *_of_attention(q, k, k, starts, longest, numbers)) is not None
 
 
 def _of_attention(
