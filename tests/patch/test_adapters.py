@@ -136,6 +136,18 @@ def test_layers_of_gpt_2_are_served(calls):
     assert set(calls) == {1}
 
 
+@pytest.mark.usefixtures("interpreted")
+def test_an_mlp_that_calls_up_first_draws_so():
+    def made():
+        targets = ["gate_proj", "up_proj", "down_proj"]
+        return adapted(lora(target_modules=targets, lora_dropout=0.3), make_family("falcon_h1")[0])
+
+    expected = seeded(made(), FEW)
+    model = made()
+    tilekern.apply_to_model(model)
+    assert worst(seeded(model, FEW), expected) < 1e-4
+
+
 def second(model):
     """A second adapter, which is active with the first one."""
     model.add_adapter("other", lora())
