@@ -110,7 +110,7 @@ SERVED = {
     "the last of an MLP": ({"target_modules": ["down_proj"]}, ["mlp"]),
     "a scale by the root of the rank": ({"use_rslora": True}, [3, 1, "mlp"]),
     "other ranks": ({"rank_pattern": {"q_proj": 2, "up_proj": 7}}, [3, 1, "mlp"]),
-    "dropout": ({"lora_dropout": 0.3}, [1] * 7),
+    "dropout": ({"lora_dropout": 0.3}, [3, 1, "mlp"]),
     "biases that learn": ({"bias": "all"}, [3, 1, "mlp"]),
 }
 
