@@ -40,6 +40,7 @@ def step(model, rows=2, tokens=384, around=nullcontext):
     generator = torch.Generator(device).manual_seed(1)
     ids = torch.randint(0, 4096, (rows, tokens), device=device, generator=generator)
     model.zero_grad(set_to_none=True)
+    torch.manual_seed(3)  # of dropouts
     torch.cuda.reset_peak_memory_stats(device)
     with around():
         loss = model(input_ids=ids, labels=ids).loss
@@ -90,6 +91,7 @@ LEARNING = {
     "all": lambda model: model,
     "adapters on all": adapted,
     "adapters of float32": partial(adapted, cast=True),
+    "adapters with dropouts": partial(adapted, lora_dropout=0.1),
     "adapters on q and v": lambda model: adapted(model, target_modules=["q_proj", "v_proj"], r=8),
     "adapters on the MLP": lambda model: adapted(model, target_modules=["gate_proj", "down_proj"], bias="all"),
     "frozen norms and MLPs": frozen,
@@ -156,6 +158,23 @@ def test_adapters_of_float32_are_cast_by_autocast(by_parts, served):
     assert most <= 1.01 * usual
 
 
+@pytest.mark.parametrize("is_wide", [False, True], ids=["of bfloat16", "of float32"])
+@pytest.mark.parametrize("casts", [False, True], ids=["as they are", "under autocast"])
+def test_dropouts_draw_as_in_peft_s_code(is_wide, casts, served):
+    """Other masks would give gradients of other directions; on a GPU those of float32 are not those of bfloat16."""
+    model = adapted(made("qwen3-0.6b"), cast=is_wide, lora_dropout=0.5)
+    with torch.autocast("cuda", torch.bfloat16, enabled=casts):
+        found = step(model)[1]
+        state = torch.cuda.get_rng_state()
+        assert served
+        assert None not in [y if y is None else 0 for y in served]
+        tilekern.reset()
+        expected = step(model)[1]
+    assert torch.equal(state, torch.cuda.get_rng_state())
+    for one, other in zip(found, expected, strict=True):
+        assert torch.nn.functional.cosine_similarity(one.double().ravel(), other.double().ravel(), 0) > 0.99
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("inside", [False, True], ids=["forward", "backward too"])
 def test_weights_of_float32_under_autocast(name, inside, by_parts, served):
@@ -181,7 +200,13 @@ def test_weights_of_float32_under_autocast(name, inside, by_parts, served):
 
 
 @pytest.mark.parametrize(
-    ("name", "learning"), [("qwen3-0.6b", "all"), ("qwen3-0.6b", "adapters on all"), ("gemma-3-1b", "all")]
+    ("name", "learning"),
+    [
+        ("qwen3-0.6b", "all"),
+        ("qwen3-0.6b", "adapters on all"),
+        ("qwen3-0.6b", "adapters with dropouts"),
+        ("gemma-3-1b", "all"),
+    ],
 )
 def test_captured_steps_have_the_bits_of_eager_ones(name, learning):
     def losses(graphs):

@@ -135,6 +135,7 @@ def by_parts(
                 getattr(weights, name),
                 *(adapted[name] or (None, None, 1.0))[:3],
                 getattr(weights, f"{name}_bias", None),
+                adapted[name].rate if adapted[name] else 0.0,
             )
             for name in names
         ]
@@ -315,6 +316,25 @@ def address(x):
 @pytest.mark.parametrize("name", CASES)
 def test_it_keeps_no_more_than_its_parts(name):
     given, numbers = drawn(CASES[name])
+    assert kept_by(decoder_layer, given, numbers) <= kept_by(by_parts, given, numbers)
+
+
+@pytest.mark.parametrize("is_cast", [False, True], ids=["of float32", "under autocast"])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.adapted and case.cast != case.around])
+def test_dropouts_of_adapters_draw_as_those_of_its_parts(name, is_cast):
+    (*rest, adapters), numbers = drawn(CASES[name])
+    rates = (0.3, 0.0, 0.5, 0.2, 0.7, 0.1, 0.4)
+    given = [*rest, [each and each._replace(rate=rate) for each, rate in zip(adapters, rates, strict=True)]]
+    results = []
+    for layer in (decoder_layer, by_parts):
+        torch.manual_seed(4)
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+            results.append([*run(layer, given, numbers), torch.get_rng_state()])
+    (y, *found, state), (other, *wanted, right) = results
+    assert torch.equal(state, right)
+    assert torch.equal(y, other)
+    for one, another in zip(found, wanted, strict=True):
+        assert (one - another).abs().max() <= (3e-2 if is_cast else 1e-4) * another.abs().max()
     assert kept_by(decoder_layer, given, numbers) <= kept_by(by_parts, given, numbers)
 
 

@@ -1,5 +1,6 @@
 """A linear layer with an adapter: which tensors it makes and keeps, and which gradients it computes."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import tilekern
 from tilekern.ops import lora_linear, swiglu
 from tilekern.ops.gated_mlp import lora_gated_mlp
 from tilekern.ops.lora_linear import Adapted, lora_linears
@@ -111,7 +113,7 @@ def test_what_is_kept_is_what_layers_apart_keep(learning, drops, number):
         lows = [torch.nn.functional.linear(x if dropped is None else dropped, layer.a) for layer in layers]
         pairs = zip(layers, lows, strict=True)
         return lows, [torch.nn.functional.linear(x, w, c) + torch.nn.functional.linear(low, b) * s
-                      for (w, _, b, s, c), low in pairs]  # fmt: skip
+                      for (w, _, b, s, c, _), low in pairs]  # fmt: skip
 
     kept, _ = kept_by(lambda: lora_linears(x, layers, dropped))
     wanted, (lows, _) = kept_by(apart)
@@ -119,6 +121,98 @@ def test_what_is_kept_is_what_layers_apart_keep(learning, drops, number):
     low = {(part.untyped_storage().data_ptr(), part.numel()) for part in lows}
     assert {each for each in kept if each in wanted} == wanted - low
     assert [size for place, size in kept if (place, size) not in wanted] == [RANK * number * ROWS] * bool(low & wanted)
+
+
+def apart_after_dropouts(x, layers):
+    """As PEFT, whose modules draw in the order of the layers."""
+    linear, made = torch.nn.functional.linear, []
+    for weight, a, b, scaling, bias, rate in layers:
+        y = linear(x, weight, bias)
+        if a is not None:
+            y = (y + linear(linear(torch.nn.functional.dropout(x.to(a.dtype), rate), a), b) * scaling).to(y.dtype)
+        made.append(y)
+    return tuple(made)
+
+
+def mlp_after_dropouts(x, layers):
+    gate, up = apart_after_dropouts(x, layers[:2])
+    return apart_after_dropouts(torch.nn.functional.silu(gate) * up, layers[2:])[0]
+
+
+def seeded(run, *given):
+    """What it returns, and the state of torch's generator afterwards."""
+    torch.manual_seed(4)
+    return run(*given), torch.get_rng_state()
+
+
+@pytest.mark.parametrize("rates", [(0.3, 0.0, 0.6), (0.5,), (0.2, 0.9)])
+@pytest.mark.parametrize("learning", [{"x", "a", "b"}, {"a", "b"}, {"x", "b"}, {"a"}, {"x", "weight", "a", "b"}, set()])
+def test_dropouts_draw_as_those_of_layers_apart(rates, learning):
+    x, layers = leaves(len(rates))
+    x.requires_grad_("x" in learning)
+    layers = [layer._replace(rate=rate) for layer, rate in zip(layers, rates, strict=True)]
+    if len(rates) == 3:
+        layers.insert(1, layers[2]._replace(a=None, b=None))
+    for layer in layers:
+        for name in ("weight", "a", "b"):
+            None if getattr(layer, name) is None else getattr(layer, name).requires_grad_(name in learning)
+    (found, state), (wanted, right) = (seeded(run, x, layers) for run in (lora_linears, apart_after_dropouts))
+    assert torch.equal(state, right)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
+    read = [part for part in (x, *itertools.chain(*(layer[:3] for layer in layers))) if part is not None]
+    read = [part for part in read if part.requires_grad]
+    slopes = [torch.randn_like(y) for y in found]
+    if read:
+        sums = (sum((y * slope).sum() for y, slope in zip(each, slopes, strict=True)) for each in (found, wanted))
+        found, wanted = (torch.autograd.grad(total, read) for total in sums)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["factors of float32", "autocast", "invariant"])
+def test_dropouts_of_half_types_draw_as_those_of_layers_apart(mode):
+    x, layers = leaves(2, dtype=torch.float32 if mode == "autocast" else torch.bfloat16)
+    layers = [layer._replace(a=layer.a.detach(), b=layer.b.detach(), rate=0.4) for layer in layers]
+    if mode == "factors of float32":
+        layers = [layer._replace(a=layer.a.float(), b=layer.b.float()) for layer in layers]
+    read = [x, *(factor.requires_grad_() for layer in layers for factor in layer[1:3])]
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"),
+        tilekern.invariant() if mode == "invariant" else contextlib.nullcontext(),
+    ):
+        (found, state), (wanted, right) = (seeded(run, x, layers) for run in (lora_linears, apart_after_dropouts))
+    assert torch.equal(state, right)
+    slopes = [torch.randn_like(y) for y in found]
+    grads = (torch.autograd.grad(each, read, slopes) for each in (found, wanted))
+    for one, other in zip((*found, *next(grads)), (*wanted, *next(grads)), strict=True):
+        assert one.dtype == other.dtype
+        assert (one - other).abs().max() <= 3e-2 * other.abs().max()
+
+
+@pytest.mark.parametrize("learning", [("x", "a", "b"), ("a", "b"), ("x", "b")])
+@pytest.mark.parametrize("rates", [(0.3, 0.6, 0.2), (0.0, 0.5, 0.0), (0.5, 0.0, 0.0)])
+def test_an_mlp_draws_its_dropouts_as_its_layers_apart(learning, rates):
+    x, layers, read = mlp_layers(("gate", "up", "down"), learning)
+    layers = [layer._replace(rate=rate) for layer, rate in zip(layers, rates, strict=True)]
+    (y, state), (other, right) = (seeded(run, x, layers) for run in (lora_gated_mlp, mlp_after_dropouts))
+    assert type(y.grad_fn).__name__ == "_GatedMlpBackward"
+    assert torch.equal(state, right)
+    torch.testing.assert_close(y, other)
+    slope = torch.randn_like(y)
+    found, wanted = (torch.autograd.grad(each, read, slope) for each in (y, other))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_of_a_dropout_a_mask_is_kept_and_the_input_once_if_a_learns(learns):
+    x, layers = leaves(3)
+    layers = [layer._replace(rate=0.3, a=layer.a.detach().requires_grad_(learns)) for layer in layers]
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.update({t.data_ptr(): t}) or t, lambda t: t):
+        lora_linears(x, layers)
+    own = {part.data_ptr() for layer in layers for part in layer[:3]}
+    sizes = sorted(t.untyped_storage().nbytes() for place, t in kept.items() if place not in own)
+    masks, low = [ROWS * INNER] * 3, 4 * 3 * RANK * ROWS
+    assert sizes == sorted([*masks, low, *[4 * ROWS * INNER] * learns])
 
 
 @pytest.mark.parametrize("drops", [False, True])
@@ -272,8 +366,8 @@ def test_gradients_are_those_of_what_learns(names):
 
 
 @pytest.mark.parametrize("learns", list(itertools.product([False, True], repeat=4))[1:])
-@pytest.mark.parametrize("drops", [False, True])
-def test_a_second_derivative_is_right_or_refused_whatever_is_kept(learns, drops):
+@pytest.mark.parametrize(("drops", "rate"), [(False, 0.0), (True, 0.0), (False, 0.4)])
+def test_a_second_derivative_is_right_or_refused_whatever_is_kept(learns, drops, rate):
     generator = torch.Generator().manual_seed(0)
     shapes = ((5, 6), (7, 6), (2, 6), (7, 2))
     given = [
@@ -283,15 +377,19 @@ def test_a_second_derivative_is_right_or_refused_whatever_is_kept(learns, drops)
     learning = [leaf for leaf in given if leaf.requires_grad]
 
     def second(run):
+        torch.manual_seed(1)
         x, *factors = given
         y = run(x * 1, *factors, x * 2 if drops else x)
         first = torch.autograd.grad(y.sum(), learning, create_graph=True)
         total = sum((part**2).sum() for part in first) + sum((leaf**3).sum() for leaf in learning)
         return torch.autograd.grad(total, learning)
 
-    right = second(lambda x, w, a, b, low: x @ w.T + 0.5 * low @ a.T @ b.T)
+    def op(x, w, a, b, low):
+        return lora_linears(x, [Adapted(w, a, b, 0.5, rate=rate)], low if drops else None)[0]
+
+    right = second(lambda x, w, a, b, low: x @ w.T + 0.5 * torch.nn.functional.dropout(low, rate) @ a.T @ b.T)
     try:
-        found = second(lambda x, w, a, b, low: lora_linear(x, w, a, b, 0.5, dropped=low if drops else None))
+        found = second(op)
     except RuntimeError as error:
         assert "trying to differentiate twice" in str(error)  # noqa: PT017
     else:

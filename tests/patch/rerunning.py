@@ -11,7 +11,9 @@ class Rerun:
     with_gradient = True
 
     def record(self, run):
+        before = torch.get_rng_state()
         self._run, self._results = run, run()
+        torch.set_rng_state(before)  # as of a capture, which draws nothing
         return self._results
 
     def replay(self):

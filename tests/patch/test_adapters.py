@@ -110,7 +110,7 @@ SERVED = {
     "the last of an MLP": ({"target_modules": ["down_proj"]}, ["mlp"]),
     "a scale by the root of the rank": ({"use_rslora": True}, [3, 1, "mlp"]),
     "other ranks": ({"rank_pattern": {"q_proj": 2, "up_proj": 7}}, [3, 1, "mlp"]),
-    "dropout": ({"lora_dropout": 0.3}, [1] * 7),
+    "dropout": ({"lora_dropout": 0.3}, [3, 1, "mlp"]),
     "biases that learn": ({"bias": "all"}, [3, 1, "mlp"]),
 }
 
@@ -134,6 +134,18 @@ def test_layers_of_gpt_2_are_served(calls):
     tilekern.apply_to_model(model, **LORA)
     assert worst(seeded(model, FEW), expected) < 1e-5
     assert set(calls) == {1}
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_an_mlp_that_calls_up_first_draws_so():
+    def made():
+        targets = ["gate_proj", "up_proj", "down_proj"]
+        return adapted(lora(target_modules=targets, lora_dropout=0.3), make_family("falcon_h1")[0])
+
+    expected = seeded(made(), FEW)
+    model = made()
+    tilekern.apply_to_model(model)
+    assert worst(seeded(model, FEW), expected) < 1e-4
 
 
 def second(model):

@@ -1,10 +1,12 @@
 """A decoder layer with frozen weights or with adapters is one op while its modules do no more, in each call anew."""
 
 import gc
+import itertools
 import types
 import weakref
 
 import pytest
+import rerunning
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import layer as peft_layers
@@ -14,6 +16,9 @@ from torch.nn.utils import parametrize
 from transformers import Trainer, TrainingArguments
 
 import tilekern
+from tilekern.ops import decoder_layer
+from tilekern.patch import adapters, whole_layers
+from tilekern.patch.graphs import graphs_of
 
 pytestmark = [
     pytest.mark.usefixtures("interpreted"),
@@ -43,7 +48,8 @@ TARGETS = {
     "norms, which PEFT wraps": ({"modules_to_save": ["input_layernorm"]}, 0),
     "a direction and a magnitude": ({"use_dora": True}, 0),
     "a bias in adapters": ({"lora_bias": True}, 0),
-    "dropout": ({"lora_dropout": 0.3}, 0),
+    "dropout": ({"lora_dropout": 0.3}, 2),
+    "dropout of some": ({"target_modules": ["k_proj", "o_proj", "down_proj"], "lora_dropout": 0.3}, 2),
 }
 
 
@@ -160,14 +166,37 @@ def varied(layer):
     layer.lora_variant["default"] = Twice()
 
 
-def dropped(layer):
-    layer.lora_dropout["default"] = torch.nn.Dropout(1.0)
+class OtherDropout(torch.nn.Dropout):
+    """As one that draws otherwise."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def dropped(rate, kind=torch.nn.Dropout):
+    def change(layer):
+        layer.lora_dropout["default"] = kind(rate)
+
+    return change
+
+
+def dropped_otherwise(model):
+    """Other rates in each layer, none in evaluation, at 0, and where PEFT has no module that drops."""
+    rates = iter([0.1, 0.5, 0.0, 0.9, None, 0.3, 0.7] * 2)
+    for module in model.modules():
+        if isinstance(module, peft_layers.Linear) and (rate := next(rates)) is not None:
+            dropped(rate)(module)
+    layer_of(model).self_attn.k_proj.lora_dropout.eval()
 
 
 def dropped_by_itself(layer):
     """As a dropout whose module has a forward of its own."""
     module = layer.lora_dropout["default"]
     module.forward = types.MethodType(lambda self, x: 2 * x, module)  # noqa: ARG005
+
+
+def twice(module, given, made):
+    return 2 * made
 
 
 def learning(model):
@@ -212,7 +241,12 @@ LATER = {
     "another scale": (rescaled, 2),
     "a scale that is a tensor": (at("mlp.up_proj", scaled_by_a_tensor), 1),
     "a variant of LoRA": (at("mlp.up_proj", varied), 1),
-    "a dropout": (at("mlp.up_proj", dropped), 1),
+    "dropouts": (dropped_otherwise, 2),
+    "a dropout of all": (at("mlp.up_proj", dropped(1.0)), 1),
+    "another dropout": (at("mlp.up_proj", dropped(0.3, OtherDropout)), 1),
+    "a dropout with a hook": (
+        at("mlp.up_proj", lambda m: (dropped(0.3)(m), m.lora_dropout["default"].register_forward_hook(twice))), 1,
+    ),
     "a dropout with a forward of its own": (at("mlp.up_proj", dropped_by_itself), 1),
     "all learns": (learning, 2),
     "factors a are frozen": (frozen(["lora_A"]), 2),
@@ -254,7 +288,7 @@ def test_dropout_is_heeded_in_training_alone(served):  # noqa: F811
     model = adapted(lora_dropout=0.9)
     for mode in (True, False, True):
         found = steps_of(model.train(mode), served)
-        assert len(served) == (0 if mode else 2)
+        assert served == [True, True]
         assert near(found, expected) != mode
 
 
@@ -276,15 +310,86 @@ def test_an_input_with_a_gradient_and_without(served):  # noqa: F811
     assert served == [True, True]
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.3])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_go_on_working(reentrant, served):  # noqa: F811
-    expected = step(adapted("eager"))
+def test_checkpoints_go_on_working(reentrant, rate, served):  # noqa: F811
+    def made(attention):
+        model = adapted(attention, lora_dropout=rate)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        torch.manual_seed(2)
+        return steps_of(model, served)
+
+    expected = made("eager")
+    tilekern.apply()
+    assert near(made("tilekern"), expected)
+    assert served == [True, True]
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_dropouts_leave_the_numbers_of_the_model_s_own_code(is_whole, served, monkeypatch):  # noqa: F811
+    def after(model):
+        torch.manual_seed(2)
+        step(model)
+        return torch.get_rng_state()
+
+    expected = after(adapted("eager", lora_dropout=0.3))
+    tilekern.apply()
+    model = adapted(lora_dropout=0.3)
+    if not is_whole:
+        # As without a record.
+        monkeypatch.setitem(decoder_layer._ATTENTION, "plans_of", lambda *_: None)
+    served.clear()
+    assert torch.equal(after(model), expected)
+    assert served == [is_whole] * 2
+
+
+def test_captured_steps_draw_as_eager_ones(served, monkeypatch):  # noqa: F811
+    def losses(graphs):
+        model = adapted(lora_dropout=0.3)
+        model = tilekern.graphed(model) if graphs else model
+        torch.manual_seed(2)
+        return [step(model)[0].item() for _ in range(4)], model
+
+    tilekern.apply()
+    rerunning.use(monkeypatch)
+    expected, _ = losses(graphs=False)
+    found, model = losses(graphs=True)
+    assert found == expected
+    assert len(set(found)) == 4
+    assert graphs_of(model)[""].replays == 2
+    assert set(served) == {True}
+
+
+APART = {
+    "nothing": (lambda _: None, {}),
+    "a dropout": (
+        at("mlp.up_proj", dropped(0.3, OtherDropout)), {0: f"up_proj: {adapters.DROPOUT}"},
+    ),
+    "two adapters": (several, dict.fromkeys(range(2), "q_proj: several adapters or a variant of LoRA")),
+    "a hook": (inside(hooked, "self_attn"), {0: f"Qwen3Attention: {whole_layers._MORE}"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", APART)
+def test_why_layers_are_not_one_op_is_said_until_they_are(kind):
+    change, wanted = APART[kind]
     tilekern.apply()
     model = adapted()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    assert near(steps_of(model, served), expected)
-    assert served == [True, True]
+    take_back = change(model)
+    step(model)
+    said = tilekern.report(model)
+    path = "base_model.model.model.layers.{}"
+    assert said.apart == {path.format(number): why for number, why in wanted.items()}
+    assert all(f"layers by their parts: {len(wanted)} ({why})" in str(said) for why in wanted.values())
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=IDS)
+    assert tilekern.report(model).apart == said.apart
+    if callable(take_back):
+        take_back()
+        step(model.train())
+        assert not tilekern.report(model).apart
 
 
 def test_gradients_are_accumulated(served):  # noqa: F811
@@ -309,20 +414,53 @@ DTYPES = {
 }
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.3])
 @pytest.mark.parametrize("kind", DTYPES)
-def test_dtypes(kind, served):  # noqa: F811
+def test_dtypes(kind, rate, served):  # noqa: F811
     dtype, cast, casts, layers = DTYPES[kind]
-    exact = step(adapted("eager"))
+
+    def seeded(*given, **options):
+        model = adapted(*given, **options, lora_dropout=rate)
+        torch.manual_seed(3)
+        return steps_of(model, served)
+
+    exact = seeded("eager")
     with torch.autocast("cpu", torch.bfloat16, enabled=casts):
-        theirs = step(adapted("eager", dtype, cast=cast))
+        theirs = seeded("eager", dtype, cast=cast)
         tilekern.apply()
-        model = adapted(dtype=dtype, cast=cast)
-        found = steps_of(model, served)
+        found = seeded(dtype=dtype, cast=cast)
     assert sum(served) == layers
     assert [x.dtype for x in found] == [x.dtype for x in theirs]
     for one, other, right in zip(found, theirs, exact, strict=True):
         wrong, usual = ((y.double() - right.double()).norm() for y in (one, other))
         assert wrong <= 2 * usual + 1e-2 * right.norm()
+
+
+@pytest.mark.parametrize("off", [(), ("fused_add_rms_norm",), ("swiglu", "rope", "qk_norm_rope")])
+@pytest.mark.parametrize("kind", DTYPES)
+def test_dropouts_draw_in_the_order_and_the_dtypes_of_peft_s_code(kind, off, monkeypatch):
+    """On a GPU the numbers depend on the dtype."""
+    dtype, cast, casts, _ = DTYPES[kind]
+    drawn, theirs, ours = [], torch.nn.functional.dropout, torch.native_dropout
+    note = lambda run: lambda x, *given: drawn.append((x.dtype, x.numel(), given[0])) or run(x, *given)  # noqa: E731
+
+    def step_of(attention):
+        drawn.clear()
+        model, rates = adapted(attention, dtype, cast=cast), itertools.count(1)
+        for module in model.modules():
+            if isinstance(module, peft_layers.Linear):
+                dropped(next(rates) / 20)(module)
+        with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+            step(model)
+        return [*drawn]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.functional, "dropout", note(theirs))
+        expected = step_of("sdpa")
+    tilekern.apply(**dict.fromkeys(off, False))
+    monkeypatch.setattr(torch, "native_dropout", note(ours))
+    assert step_of("tilekern") == expected
+    assert len(expected) == 14
 
 
 @pytest.mark.parametrize("is_half", [False, True])

@@ -33,7 +33,7 @@ from tilekern.ops import (  # noqa: F401 (declared)
 )  # fmt: skip
 from tilekern.ops.gated_mlp import UNREAD
 from tilekern.ops.layer_products import TORCH, Products, Wanted
-from tilekern.ops.lora_linear import Adapter, adapters_of, flat
+from tilekern.ops.lora_linear import Adapter, Kind, adapters_of, draws, flat
 from tilekern.ops.operation import FUNCTIONS
 from tilekern.ops.packing import check_starts
 from tilekern.ops.packing import longest as longest_of
@@ -199,11 +199,12 @@ def decoder_layer(
         # Whose op reads each angle once.
         cos, sin = (angles.narrow(-1, 0, numbers.head_dim // 2) for angles in (cos, sin))
     plans = _plans_of(x, cos, sin, weights, numbers, dtype, products)
-    if not plans:
-        return None
     if starts is not None:
         check_starts("attention", starts, x.shape[1], longest)
         longest = longest_of(starts, x.shape[1]) if longest is None else longest
+    # Before anything is drawn, which the parts would draw again.
+    if not plans or (draws(adapters) and not _attends(x, weights, numbers, dtype, starts, longest)):
+        return None
     try:
         made: Tensor = _apply(
             x, *weights, *factors, cos, sin, starts, (plans, numbers, longest, kinds, dtype, products)
@@ -270,6 +271,15 @@ def _norms_of(numbers: Numbers, of_heads: bool, wide: torch.dtype, dtype: torch.
     turn = (turn if of_heads else "rope") + suffix
     norm, add, heads = (FUNCTIONS[name] for name in (f"rms_norm{kind}", f"fused_add_rms_norm{kind}", turn))
     return _Norms(norm, add, heads, options, to, of_turn, (numbers.offset, numbers.cast))
+
+
+def _attends(
+    x: Tensor, weights: Weights, numbers: Numbers, dtype: torch.dtype, starts: Tensor | None, longest: int | None
+) -> bool:
+    """Return whether there are plans of a layer's attention."""
+    heads = [(weight.shape[0] // numbers.head_dim, numbers.head_dim) for weight in (weights.q, weights.k)]
+    q, k = (x.new_empty((), dtype=dtype).expand(*x.shape[:2], *own) for own in heads)
+    return _ATTENTION["plans_of"](True, *_of_attention(q, k, k, starts, longest, numbers)) is not None
 
 
 def _of_attention(
@@ -339,18 +349,20 @@ def _summed_backward(
     return dx, dy, dout_norm, dmlp_norm
 
 
-def _cast(x: Tensor, weights: Weights, factors: Sequence[Any], dtype: torch.dtype) -> tuple[Weights, Sequence[Any]]:
+def _cast(
+    x: Tensor, weights: Weights, factors: Sequence[Any], kinds: Sequence[Kind], dtype: torch.dtype
+) -> tuple[Weights, Sequence[Any]]:  # fmt: skip
     """Return weights with matrices and biases of a dtype, and factors, which are of it if autocast is on for ``x``.
 
-    Casts of the factors ``a`` of layers that share rows are below each other, as products read them: the first is that
-    of all, and the others are None.
+    Casts of the factors ``a`` of layers that share what these read are below each other, as products read them: the
+    first is that of all, and the others are None. With a dropout each adapter reads its own.
     """
     if x.dtype == dtype and not (factors and is_autocast(x)):
         return weights, factors
     wide = {name: weight for name, weight in zip(Weights._fields, weights, strict=True) if name not in _NORMS}
     into: dict[int, Tensor] = {}
     given, whole = (*wide.values(), *factors), {}
-    for group in _SHARING if factors else ():
+    for group in () if not factors or any(kind and kind[2] for kind in kinds) else _SHARING:
         places = [n for n in range(len(wide), len(given))[group] if given[n] is not None]
         if len(places) > 1 and all(given[n].dtype != dtype for n in places):
             ranks = [given[n].shape[0] for n in places]
@@ -385,7 +397,7 @@ class _DecoderLayer(torch.autograd.Function):
         plans, numbers, longest, kinds, dtype, products = call
         ctx.wanted = _sorted(ctx.needs_input_grad, given[_COUNT:-4])
         *_, first, second, third = ctx.wanted
-        weights, factors = _cast(x, Weights(*given[:_COUNT]), given[_COUNT:-4], dtype)
+        weights, factors = _cast(x, Weights(*given[:_COUNT]), given[_COUNT:-4], kinds, dtype)
         adapters = adapters_of(kinds, factors) if kinds else ()
         (batch, tokens, hidden), size = x.shape, numbers.head_dim
         norms, eps = plans.norms, numbers.eps

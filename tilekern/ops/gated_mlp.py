@@ -25,6 +25,7 @@ from tilekern.ops.lora_linear import (
     Adapted,
     Adapter,
     Kind,
+    Masks,
     adapter_of,
     adapters_of,
     are_served,
@@ -34,6 +35,7 @@ from tilekern.ops.lora_linear import (
     low_gradients,
     products,
     rows_gradient,
+    with_masks,
 )
 from tilekern.ops.projections import gradient
 from tilekern.ops.registration import (
@@ -104,8 +106,13 @@ def _trained(kinds: tuple[Kind, ...], x: Tensor, *given: Any) -> Tensor:
         return made
     if not kinds:
         return product(swiglu(product(x, gate_weight), product(x, up_weight)), down_weight)
-    pairs = zip(given[:3], adapters_of(kinds, given[3:]), strict=True)
-    return _by_parts(x, [Adapted(weight, *(one[:3] if one else (None, None))) for weight, one in pairs])
+    return _by_parts(
+        x,
+        [
+            Adapted(weight, None, None) if one is None else Adapted(weight, *one[:3], rate=one.rate)
+            for weight, one in zip(given[:3], adapters_of(kinds, given[3:]), strict=True)
+        ],
+    )
 
 
 def _by_parts(x: Tensor, layers: Sequence[Adapted]) -> Tensor:
@@ -149,20 +156,20 @@ def _find(x: Tensor, weight: Tensor, activation: str, dtype: torch.dtype) -> tup
 
 def launched(
     plan: Plan, rows: Tensor, weights: Sequence[Tensor], adapters: Sequence[Adapter | None] = ()
-) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor | None, Tensor | None]]:
-    """Return the result [rows, hidden], gate, up, what the last layer read, and ``low`` of :func:`products`.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor | None, Tensor | None], Masks]:
+    """Return the result [rows, hidden], gate, up, what the last layer read, and ``low`` and masks of :func:`products`.
 
-    The latter is that of gate and up, and that of the last layer.
+    ``low`` is that of gate and up, and that of the last layer.
 
     Args:
         rows: [rows, hidden].
         adapters: of gate, up and the last layer; or empty.
     """
-    (gate, up), low = products(rows, weights[:2], (None, None), adapters[:2])
+    (gate, up), low, masks = products(rows, weights[:2], (None, None), adapters[:2])
     y = torch.empty_like(gate)
     plan.launch(rows.get_device(), gate, up, y)
-    (made,), last = products(y, weights[2:], (None,), adapters[2:])
-    return made, gate, up, y, (low, last)
+    (made,), last, of_last = products(y, weights[2:], (None,), adapters[2:])
+    return made, gate, up, y, (low, last), (*masks, *of_last)
 
 
 def kept(
@@ -193,6 +200,7 @@ def launched_backward(
     Args:
         slope: the gradient of the result, [rows, hidden].
         rows, gate, up, lows: what :func:`launched` read and returned, as :func:`kept`.
+        adapters: with its masks.
         dtype: of the gradients, as of :func:`tilekern.ops.projections.gradient`.
         y: what the last layer read, unless it is made again, as with silu, or no gradient reads it.
         activation: as of :func:`plans_of`.
@@ -230,20 +238,21 @@ class _GatedMlp(torch.autograd.Function):
         x, *weights = cast_together(dtype, (x, *given[:3]))
         factors = given[3:-3]
         adapters = adapters_of(kinds, factors)
-        y, gate, up, _, lows = launched(plans[0], x.reshape(-1, x.shape[-1]), weights, adapters)
+        y, gate, up, _, lows, masks = launched(plans[0], x.reshape(-1, x.shape[-1]), weights, adapters)
         _, *wants = ctx.needs_input_grad[:-3]
         rows, *read = kept(wants[:2], wants[3:], x, lows)
         unread = UNREAD if rows is None or dtype != ctx.call[2] else None
-        ctx.save_for_backward(unread, rows, gate, up, *read, *weights, *factors)
+        ctx.save_for_backward(unread, rows, gate, up, *read, *weights, *masks, *factors)
         return shaped(y, *x.shape[:-1], y.shape[1])
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         _, x, gate, up, *saved = ctx.saved_tensors
-        lows, weights, factors, (plan, kinds, wide) = saved[:2], saved[2:5], saved[5:], ctx.call
+        plan, kinds, wide = ctx.call
+        lows, weights, masks, factors = saved[:2], saved[2:5], saved[5 : 5 + len(kinds)], saved[5 + len(kinds) :]
         rows = None if x is None else x.reshape(-1, x.shape[-1])
-        adapters = adapters_of(kinds, factors)
+        adapters = with_masks(adapters_of(kinds, factors), masks)
         wants, slope = ctx.needs_input_grad[:-3], dout.reshape(-1, dout.shape[-1])
         dx, *rest = launched_backward(plan, wants, slope, rows, gate, up, weights, adapters, lows, wide)
         return None if dx is None else shaped(dx, *ctx.shape), *rest, None, None, None

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from tilekern.ops.gated_mlp import kept as kept_by_mlp
 from tilekern.ops.gated_mlp import launched, launched_backward, plans_of
-from tilekern.ops.lora_linear import Adapter, are_served, factor_gradients, low_gradients, products, rows_gradient
+from tilekern.ops.lora_linear import (
+    Adapter,
+    are_served,
+    factor_gradients,
+    low_gradients,
+    products,
+    rows_gradient,
+    with_masks,
+)
 from tilekern.ops.projections import gradient
 from tilekern.ops.registration import PLAIN
 
@@ -77,9 +85,11 @@ class Products:
 
         ``is_kept``: the caller keeps the rows.
         """
-        made, low = products(rows, weights, biases, adapters)
-        is_read = not is_kept and (any(wanted.weights) or any(wanted.factors[::2]))
-        return made, (rows if is_read else None, low if any(wanted.factors[1::2]) else None)
+        made, low, masks = products(rows, weights, biases, adapters)
+        of_a = any(wanted.factors[::2])
+        is_read = not is_kept and (any(wanted.weights) or of_a)
+        masks = masks if wanted.rows or of_a else [None] * len(masks)
+        return made, (rows if is_read else None, low if any(wanted.factors[1::2]) else None, *masks)
 
     def linears_backward(
         self, wanted: Wanted, slopes: Sequence[Tensor], kept: Some, weights: Sequence[Tensor], adapters: Adapters,
@@ -94,7 +104,8 @@ class Products:
             rows_dtype: that of the gradient of the rows.
             rows: those that the caller kept.
         """
-        read, low = kept
+        read, low, *masks = kept
+        adapters = with_masks(adapters, masks)
         rows = read if rows is None else rows
         pairs = zip(slopes, wanted.weights, strict=True)
         dweights = [gradient(s.t(), rows, dtype) if want else None for s, want in pairs]
@@ -109,17 +120,18 @@ class Products:
         self, plans: Any, wanted: Wanted, rows: Tensor, weights: Sequence[Tensor], adapters: Adapters, activation: str
     ) -> tuple[Tensor, Some]:
         """Return the result of the MLP of gate, up and down, and what its backward reads."""
-        y, gate, up, active, lows = launched(plans[0], rows, weights, adapters)
+        y, gate, up, active, lows, masks = launched(plans[0], rows, weights, adapters)
         is_read = activation != "silu" and (wanted.weights[2] or any(wanted.factors[4:5]))
         read = kept_by_mlp(wanted.weights[:2], wanted.factors, rows, lows)
-        return y, (*read, gate, up, active if is_read else None)
+        return y, (*read, gate, up, active if is_read else None, *masks)
 
     def mlp_backward(
         self, plans: Any, wanted: Wanted, slope: Tensor, kept: Some, weights: Sequence[Tensor], adapters: Adapters,
         dtype: torch.dtype, activation: str,
     ) -> tuple[Any, ...]:  # fmt: skip
         """Return the gradients of the rows, the three weights and the factors, in a dtype."""
-        rows, low, last, gate, up, active = kept
+        rows, low, last, gate, up, active, *masks = kept
+        adapters = with_masks(adapters, masks)
         wants = True, *wanted.weights, *wanted.factors
         lows = low, last
         return launched_backward(

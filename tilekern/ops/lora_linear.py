@@ -8,6 +8,9 @@ gradient, and two gradients of ``x`` with their sum.
 Layers that share ``x`` (q, k and v; gate and up) are one function: their factors ``a`` are one product, and all
 gradients of ``x`` are added inside of products. Some of them may have no adapter.
 
+A dropout before ``a`` gives each adapter an input of its own. The backward makes it again of ``x``, which is kept once
+for all of them, and of the adapter's mask, of which a byte is kept for each element of ``x``.
+
 PEFT's adapters of a half type's layer are of float32 unless one asks otherwise, and outside of autocast it multiplies
 them in float32. So does this: the adapter's products are of the factors' dtype, and what they add is rounded once.
 
@@ -40,26 +43,41 @@ from tilekern.runtime.dispatch import is_invariant
 
 
 class Adapted(NamedTuple):
-    """A linear layer with an adapter; the arguments of :func:`lora_linear`. Without one, ``a`` and ``b`` are None."""
+    """A linear layer with an adapter; the arguments of :func:`lora_linear`. Without one, ``a`` and ``b`` are None.
+
+    ``rate``: that of a dropout of what ``a`` reads, at least 0 and less than 1; None if the caller gives its result.
+    """
 
     weight: Tensor
     a: Tensor | None
     b: Tensor | None
     scaling: float = 1.0
     bias: Tensor | None = None
+    rate: float | None = 0.0
 
 
-# Scaling and rank of a layer's adapter; None for a layer without one.
-Kind = tuple[float, int] | None
+# Scaling, rank, rate and ``drawn`` of a layer's adapter; None for a layer without one.
+Kind = tuple[float, int, float, torch.dtype] | None
+# For each of some layers, what the dropout of its adapter leaves of the rows, [rows, in_features] bool; None without.
+Masks = Sequence[Tensor | None]
 
 
 class Adapter(NamedTuple):
-    """An adapter by itself, as of :func:`lora_linear`; in a backward a factor is None if no gradient reads it."""
+    """An adapter by itself, as of :func:`lora_linear`; in a backward a factor is None if no gradient reads it.
+
+    Attributes:
+        rate: as of :class:`Adapted`.
+        drawn: dtype in which its dropout draws: that of the factors before autocast casts them, as PEFT casts ``x``.
+        mask: in a backward, the adapter's one of :data:`Masks`.
+    """
 
     a: Any
     b: Any
     scaling: float
     rank: int
+    rate: float = 0.0
+    drawn: torch.dtype | None = None
+    mask: Tensor | None = None
 
 
 def lora_linear(
@@ -105,7 +123,7 @@ def lora_linears(x: Tensor, layers: Sequence[Adapted], dropped: Tensor | None = 
 
 
 def _check(x: Tensor, layer: Adapted, dropped: Tensor | None) -> None:
-    weight, a, b, _, bias = layer
+    weight, a, b, _, bias, _ = layer
     fit = weight.dim() == 2 and x.shape[-1:] == weight.shape[1:]
     if a is not None and b is not None:
         fit = fit and a.dim() == 2 and a.shape[1] == weight.shape[1] and b.shape == (weight.shape[0], a.shape[0])
@@ -142,7 +160,10 @@ def _apart(kinds: tuple[Kind, ...], x: Tensor, dropped: Tensor | None, parameter
         weight, a, b, bias = parameters[4 * number : 4 * number + 4]
         y = linear(x, weight, bias)
         if kind is not None:
-            y = (y + linear(linear((x if dropped is None else dropped).to(a.dtype), a), b) * kind[0]).to(y.dtype)
+            scaling, _, rate, drawn = kind
+            read = x if dropped is None else dropped
+            read = torch.nn.functional.dropout(read.to(drawn), rate) if rate else read
+            y = (y + linear(linear(read.to(a.dtype), a), b) * scaling).to(y.dtype)
         made.append(y)
     return tuple(made)
 
@@ -150,12 +171,12 @@ def _apart(kinds: tuple[Kind, ...], x: Tensor, dropped: Tensor | None, parameter
 def _products(
     multiply: Callable[..., Tensor], kinds: tuple[Kind, ...], x: Tensor, dropped: Tensor | None,
     parameters: Sequence[Any],
-) -> tuple[tuple[Tensor, ...], Tensor | None]:  # fmt: skip
-    """Return the results, and ``x @ a^T`` [rows, ranks] of all layers; ``parameters`` as of :func:`_run`."""
+) -> tuple[tuple[Tensor, ...], Tensor | None, Masks]:  # fmt: skip
+    """Return what :func:`products` does, the results in the shape of ``x``; ``parameters`` as of :func:`_run`."""
     rows, read = _rows(x), None if dropped is None else _rows(dropped)
     adapters = adapters_of(kinds, _factors(parameters))
-    made, low = products(rows, parameters[::4], parameters[3::4], adapters, read, multiply)
-    return tuple(shaped(y, *x.shape[:-1], y.shape[1]) for y in made), low
+    made, low, masks = products(rows, parameters[::4], parameters[3::4], adapters, read, multiply)
+    return tuple(shaped(y, *x.shape[:-1], y.shape[1]) for y in made), low, masks
 
 
 def _factors(parameters: Sequence[Any]) -> list[Any]:
@@ -165,19 +186,31 @@ def _factors(parameters: Sequence[Any]) -> list[Any]:
 
 def adapter_of(layer: Adapted) -> Adapter | None:
     """Return the adapter of a layer."""
-    return None if layer.a is None else Adapter(layer.a, layer.b, layer.scaling, layer.a.shape[0])
+    return None if layer.a is None else Adapter(layer.a, layer.b, layer.scaling, layer.a.shape[0], layer.rate or 0.0)
 
 
 def flat(adapters: Sequence[Adapter | None]) -> tuple[tuple[Kind, ...], list[Tensor | None]]:
     """Return the kinds of adapters, and the factors ``a`` and ``b`` of each."""
     factors = [factor for adapter in adapters for factor in (adapter[:2] if adapter else (None, None))]
-    return tuple(adapter and adapter[2:] for adapter in adapters), factors
+    return tuple(adapter and (*adapter[2:5], adapter.a.dtype) for adapter in adapters), factors
 
 
 def adapters_of(kinds: Sequence[Kind], factors: Sequence[Any]) -> list[Adapter | None]:
     """Return the adapters of layers with these factors: ``a`` and ``b`` of each."""
     given = zip(kinds, factors[::2], factors[1::2], strict=True)
     return [None if kind is None else Adapter(a, b, *kind) for kind, a, b in given]
+
+
+def draws(adapters: Sequence[Adapter | None]) -> bool:
+    """Return whether an adapter has a dropout."""
+    return any(adapter and adapter.rate for adapter in adapters)
+
+
+def with_masks(adapters: Sequence[Adapter | None], masks: Masks) -> Sequence[Adapter | None]:
+    """Return adapters with their masks."""
+    if not draws(adapters):
+        return adapters
+    return [adapter and adapter._replace(mask=mask) for adapter, mask in zip(adapters, masks, strict=True)]
 
 
 def are_served(x: Tensor, factors: Iterable[Any]) -> bool:
@@ -193,8 +226,8 @@ def are_served(x: Tensor, factors: Iterable[Any]) -> bool:
 def products(
     rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], adapters: Sequence[Adapter | None],
     dropped: Tensor | None = None, multiply: Callable[..., Tensor] | None = None,
-) -> tuple[list[Tensor], Tensor | None]:  # fmt: skip
-    """Return the results of layers that share their rows, and ``rows @ a^T`` [rows, ranks] of all their adapters.
+) -> tuple[list[Tensor], Tensor | None, Masks]:  # fmt: skip
+    """Return the results of layers that share their rows, ``rows @ a^T`` [rows, ranks] of all adapters, and masks.
 
     Args:
         rows: [rows, in_features].
@@ -204,10 +237,20 @@ def products(
         multiply: a linear layer's product; None for torch's, which the invariant mode replaces.
     """
     multiply = multiply or torch.nn.functional.linear
+    masks: list[Tensor | None] = [None] * len(adapters)
     if not any(adapters):
-        return [multiply(rows, *pair) for pair in zip(weights, biases, strict=True)], None
-    a, made = _joined(adapters), []
-    low = multiply((rows if dropped is None else dropped).to(a.dtype), a)
+        return [multiply(rows, *pair) for pair in zip(weights, biases, strict=True)], None, masks
+    made = []
+    if draws(adapters):
+        lows = []
+        for number, adapter in enumerate(adapters):
+            if adapter is not None:
+                read, masks[number] = _dropped(rows, adapter)
+                lows.append(multiply(read, adapter.a))
+        low = torch.cat(lows, 1)
+    else:
+        a = _joined(adapters)
+        low = multiply((rows if dropped is None else dropped).to(a.dtype), a)
     parts = iter(_parts(low, adapters, 1))
     for weight, bias, adapter in zip(weights, biases, adapters, strict=True):
         y = multiply(rows, weight, bias)
@@ -218,7 +261,31 @@ def products(
             else:
                 y.add_(torch.mm(part, b), alpha=adapter.scaling)
         made.append(y)
-    return made, low
+    return made, low, masks
+
+
+def _dropped(rows: Tensor, adapter: Adapter) -> tuple[Tensor, Tensor | None]:
+    """Return what an adapter reads of rows, and the mask that it draws.
+
+    It draws as torch.nn.Dropout does: on a GPU by the same kernel, whose numbers depend on the dtype that it is given,
+    and on a CPU by another operation that takes the same numbers.
+    """
+    read = rows.to(adapter.a.dtype)
+    if not adapter.rate:
+        return read, None
+    if read.dtype == adapter.drawn:
+        made: tuple[Tensor, Tensor] = torch.native_dropout(read, adapter.rate, True)
+        return made
+    mask = torch.native_dropout(torch.empty_like(read, dtype=adapter.drawn), adapter.rate, True)[1]
+    return _left(read, adapter._replace(mask=mask)), mask
+
+
+def _left(rows: Tensor, adapter: Adapter) -> Tensor:
+    """Return what an adapter's mask leaves of rows that it reads, or of their gradient."""
+    if adapter.mask is None:
+        return rows
+    made: Tensor = torch.ops.aten.native_dropout_backward(rows, adapter.mask, 1 / (1 - adapter.rate))
+    return made
 
 
 def low_gradients(
@@ -259,6 +326,11 @@ def rows_gradient(
     """Return the gradient of :func:`products`' rows, as :func:`input_gradient`; ``dlow`` is :func:`low_gradients`'."""
     if dlow is None:
         return input_gradient(slopes, weights, dtype)
+    if draws(adapters):
+        made = input_gradient(slopes, weights, dtype)
+        for _, adapter, part in _parts(dlow, adapters, 1):
+            made.add_(_left(torch.mm(part, adapter.a), adapter))
+        return made
     a = _joined(adapters)
     if dlow.dtype == slopes[0].dtype:
         return input_gradient((*slopes, dlow), (*weights, a), dtype)
@@ -281,8 +353,13 @@ def factor_gradients(
     if any(wants[::2]):
         assert dlow is not None
         assert rows is not None
-        for number, _, part in _parts(gradient(dlow.t(), rows.to(dlow.dtype), dtype), adapters, 0):
-            of_a[number] = part if wants[2 * number] else None
+        if draws(adapters):
+            for number, adapter, part in _parts(dlow, adapters, 1):
+                if wants[2 * number]:
+                    of_a[number] = gradient(part.t(), _left(rows.to(dlow.dtype), adapter), dtype)
+        else:
+            for number, _, part in _parts(gradient(dlow.t(), rows.to(dlow.dtype), dtype), adapters, 0):
+                of_a[number] = part if wants[2 * number] else None
     return [each for pair in zip(of_a, of_b, strict=True) for each in pair]
 
 
@@ -334,7 +411,7 @@ class _LoraLinears(torch.autograd.Function):
     def forward(
         ctx: Any, kinds: tuple[Kind, ...], x: Tensor, dropped: Tensor | None, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        results, low = _products(torch.nn.functional.linear, kinds, x, dropped, parameters)
+        results, low, masks = _products(torch.nn.functional.linear, kinds, x, dropped, parameters)
         needs = _Needs.of(ctx.needs_input_grad, dropped is not None)
         reads_x = any(needs.weight) or (any(needs.a) and dropped is None)
         factors = _factors(parameters)
@@ -342,7 +419,7 @@ class _LoraLinears(torch.autograd.Function):
         ctx.save_for_backward(
             x if reads_x else None, dropped if any(needs.a) else None, low if any(needs.b) else None,
             *(weight if needs.x else None for weight in parameters[::4]),
-            *(factor if needs.low else None for factor in factors),
+            *(part if needs.low else None for part in (*factors, *masks)),
         )  # fmt: skip
         ctx.kinds, ctx.shape, ctx.needs = kinds, x.shape, needs
         return results
@@ -352,7 +429,8 @@ class _LoraLinears(torch.autograd.Function):
     def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
         x, dropped, low, *parameters = ctx.saved_tensors
         needs, number = ctx.needs, len(given)
-        weights, adapters = parameters[:number], adapters_of(ctx.kinds, parameters[number:])
+        weights, factors, masks = parameters[:number], parameters[number : 3 * number], parameters[3 * number :]
+        adapters = with_masks(adapters_of(ctx.kinds, factors), masks)
         slopes, dx, ddropped = [_rows(dy) for dy in given], None, None
         wants = [want for pair in zip(needs.a, needs.b, strict=True) for want in pair]
         dlow, of_b = low_gradients(needs.through_a, wants, slopes, low, adapters)

@@ -10,6 +10,9 @@ PEFT's own code runs where the op would compute something else:
 - a layer that is not torch's or GPT-2's, as one of 4 bits; hooks on it or on parts of the adapter
 - outside of autocast, adapters of another dtype than the layer's or float32
 - DTensor and other subclasses of Tensor
+
+``torch.nn.Dropout`` before an adapter is a part of the op, and draws what PEFT's code would. A module of another class,
+or with hooks, is called, and its layer is an op by itself.
 """
 
 from __future__ import annotations
@@ -40,8 +43,11 @@ Function = Callable[..., Any]
 HOME, KERNEL = "peft.tuners.lora.layer", "lora_linear"
 # Of the modules that hold what an adapter runs, by its name.
 PARTS = ("lora_A", "lora_B", "lora_dropout")
+_DROPOUTS = (torch.nn.Identity, torch.nn.Dropout)
 _ROWS = "adapters chosen for each row"
 _ELSE = "hooks, a bias in the adapter, or a layer or weights of other classes than torch's"
+# Why a layer is an op by itself.
+DROPOUT = "a dropout other than torch.nn.Dropout below 1, in place, or with hooks"
 
 
 def linear(original: Function) -> Function:
@@ -51,7 +57,7 @@ def linear(original: Function) -> Function:
         # torch.compile fuses the sums of PEFT's code by itself.
         given = None if torch.compiler.is_compiling() else _ROWS if args or kwargs else _given_of(self, x)
         if isinstance(given, Adapted):
-            return lora_linears(x, [given], _dropped(self, x, given.a))[0]
+            return lora_linears(x, [given], _dropped(self, x, given.a) if given.rate is None else None)[0]
         if given:
             count_own(KERNEL, given, True)
         return original(self, x, *args, **kwargs)
@@ -60,7 +66,7 @@ def linear(original: Function) -> Function:
 
 
 def projected(layers: Sequence[Any], x: Any) -> tuple[Any, ...]:
-    """Return the result of each of some modules on ``x``, by one op if all are patched or bare, without dropout."""
+    """Return the result of each of some modules on ``x``, by one op if all are patched or bare."""
     given = _together(layers, x)
     return tuple(layer(x) for layer in layers) if given is None else lora_linears(x, given)
 
@@ -77,9 +83,8 @@ def _together(layers: Sequence[Any], x: Any) -> list[Adapted] | None:
     if torch.compiler.is_compiling() or not any(map(is_ours, layers)):
         return None
     for layer in layers:
-        is_adapted = is_ours(layer)
-        given = _given_of(layer, x) if is_adapted else _bare(layer)
-        if not isinstance(given, Adapted) or (is_adapted and is_dropped(layer)):
+        given = _given_of(layer, x) if is_ours(layer) else _bare(layer)
+        if not isinstance(given, Adapted) or given.rate is None:
             return None
         found.append(given)
     return found
@@ -127,7 +132,7 @@ def adapted_of(layer: Any) -> Adapted | str | None:
     if base is None or a is None or b is None or type(scaling) not in (float, int):
         return _ELSE
     (a,), (b,), (weight, bias) = a, b, base
-    return Adapted(weight, a, b, scaling, bias)
+    return Adapted(weight, a, b, scaling, bias, rate_of(parts["lora_dropout"].__dict__["_modules"][name]))
 
 
 def active_of(layer: Any) -> list[str]:
@@ -138,41 +143,32 @@ def active_of(layer: Any) -> list[str]:
     return [name for name in layer.active_adapters if name in factors]
 
 
-def runs(layer: Any, adapter: str, dropout: Any) -> bool:
-    """Return whether a layer that has an adapter runs this one alone, with this dropout, which does nothing."""
+def runs(layer: Any, adapter: str) -> bool:
+    """Return whether a layer that has an adapter runs this one alone."""
     own = layer.__dict__
     if own["_disable_adapters"] or own["merged_adapters"] or adapter in own["lora_variant"]:
-        return False
-    if type(dropout) is not torch.nn.Identity and drops(dropout):
         return False
     active = layer._active_adapter
     return active in (adapter, [adapter])
 
 
-def _dropped(layer: Any, x: torch.Tensor, a: Any) -> torch.Tensor | None:
-    """Return what the factor ``a`` of the only adapter of a layer reads if it is not ``x`` itself."""
-    if not is_dropped(layer):
-        return None
-    # As PEFT, which casts before the dropout.
-    made: torch.Tensor = _dropout_of(layer)(x if is_autocast(x) else x.to(a.dtype))
+def _dropped(layer: Any, x: torch.Tensor, a: Any) -> torch.Tensor:
+    """Return what the factor ``a`` of the only adapter of a layer reads, by a call of its dropout."""
+    (name,) = active_of(layer)
+    # As PEFT, which casts before the dropout, under autocast too.
+    made: torch.Tensor = layer.lora_dropout[name](x.to(a.dtype))
     return made
 
 
-def is_dropped(layer: Any) -> bool:
-    """Return whether calling the dropout of a layer's only adapter does more than return its input."""
-    dropout = _dropout_of(layer)
-    return drops(dropout) or "forward" in dropout.__dict__ or has_hooks(dropout)
-
-
-def drops(dropout: Any) -> bool:
-    """Return whether the forward of a dropout's class may give something else than its input."""
+def rate_of(dropout: Any) -> float | None:
+    """Return the rate at which an adapter's dropout draws now; None if calling it does something else."""
     kind = type(dropout)
-    return kind is not torch.nn.Identity and (kind is not torch.nn.Dropout or bool(dropout.training and dropout.p))
-
-
-def _dropout_of(layer: Any) -> Any:
-    (name,) = active_of(layer)
-    return layer.__dict__["_modules"]["lora_dropout"][name]
+    if kind not in _DROPOUTS or "forward" in dropout.__dict__ or has_hooks(dropout):
+        return None
+    if kind is torch.nn.Identity or not dropout.training:
+        return 0.0
+    rate: float = dropout.p
+    return rate if 0 <= rate < 1 and not dropout.inplace else None
 
 
 PATCH = Patch(

@@ -220,7 +220,7 @@ def multiplied_mlp(original: Function) -> Function:
         if gate_of(self) is not ops.swiglu or type(x) is not torch.Tensor:
             _count_gate(None if gate_of(self) is not ops.swiglu else ops.swiglu)
             return original(self, x)
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        up, gate = self.up_proj(x), self.gate_proj(x)  # in the order of the model, as dropouts of adapters draw
         return self.down_proj(ops.swiglu(gate, up, self.gate_multiplier)) * self.down_multiplier
 
     return named_as(forward, original)

@@ -107,6 +107,7 @@ class Report:
         substitutes: by kernel, what runs in place of a record that no cache holds, or of a composite's own choice of
             kernels.
         whole: by path, how many calls of a decoder layer ran as one op, since one of its parts changed.
+        apart: by path, why a decoder layer that may be one op ran its parts, in its last call that trained.
     """
 
     rows: tuple[Row, ...]
@@ -117,6 +118,7 @@ class Report:
     varying: dict[str, str] = field(default_factory=dict)
     substitutes: dict[str, str] = field(default_factory=dict)
     whole: dict[str, int] = field(default_factory=dict)
+    apart: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """Return, for each op, whether its modules are patched, its calls, and the modules."""
@@ -135,6 +137,7 @@ class Report:
         lines += [f"{kernel} runs {what}" for kernel, what in self.substitutes.items()]
         if self.whole:
             lines.append(f"layers as one op: {len(self.whole)}, {_times(sum(self.whole.values()))} in all")
+        lines += [f"layers by their parts: {n} ({why})" for why, n in Counter(self.apart.values()).items()]
         lines += [f"graphs of {name or 'the model'}: {said}" for name, said in self.graphs.items()]
         lines += [f"rows of {kernel} may depend on others: {reason}" for kernel, reason in self.varying.items()]
         return "\n".join(lines)
@@ -199,8 +202,8 @@ def report(model: torch.nn.Module) -> Report:
     fallbacks = {kernel: counts["fallbacks"] for kernel, counts in counted.items() if counts["fallbacks"]}
     calls = {op: _calls_of(names, counted, why) for op, names in KERNELS.items()}
     graphs = {name: str(found) for name, found in graphs_of(model).items()}
-    whole = whole_layers.calls_of(model)
-    return Report(tuple(rows), calls, fallbacks, why, graphs, dispatch.varying(), dispatch.substitutes(), whole)
+    whole, apart = whole_layers.calls_of(model), whole_layers.why_apart(model)
+    return Report(tuple(rows), calls, fallbacks, why, graphs, dispatch.varying(), dispatch.substitutes(), whole, apart)
 
 
 def _calls_of(

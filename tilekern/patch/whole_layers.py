@@ -1,7 +1,7 @@
 """Run a decoder layer as one op, where calling its modules would do no more than that op does.
 
 The modules are looked at in each call, since hooks, adapters, other forwards and weights may come and go at any time.
-Where one does more, the layer's forward goes on with its parts.
+Where one does more, the layer's forward goes on with its parts, and :func:`why_apart` says why.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tilekern.ops.lora_linear import Adapted, Adapter
 from tilekern.patch import adapters, context_parallel, fp8, layers, patterns, replacements
 from tilekern.patch.attention import HEEDED, attend
 from tilekern.patch.guards import (
+    SUBCLASS,
     TENSORS,
     ZERO,
     bare_weights,
@@ -48,12 +49,25 @@ _STAND_INS = (replacements.__name__, layers.__name__)
 is_compiling = torch.compiler.is_compiling
 # What was seen of a layer's modules when its forward last looked.
 _known: WeakKeyDictionary[Any, _Seen] = WeakKeyDictionary()
+# Why a layer that trains ran its parts when it was last called.
+_apart: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+_MORE = "hooks, another class, or a forward or parameters of its own"
+_UNSERVED = "nothing up to its attention learns, several dtypes, no kernel, a dispatch mode or the invariant mode"
 
 
 def calls_of(model: torch.nn.Module) -> dict[str, int]:
     """Return by its path how many calls of each layer of a model ran as one op, since one of its parts changed."""
     found = ((name, _known.get(module)) for name, module in model.named_modules())
     return {name: seen.calls for name, seen in found if seen is not None and seen.calls}
+
+
+def why_apart(model: torch.nn.Module) -> dict[str, str]:
+    """Return by its path why a layer of a model ran its parts in its last call that trained, if it did."""
+    return {name: _apart[module] for name, module in model.named_modules() if module in _apart}
+
+
+class _ApartError(Exception):
+    """Why a layer runs its parts."""
 
 
 class Parts(NamedTuple):
@@ -108,66 +122,59 @@ def decoder(original: Function, norms: Collection[str], kinds: Mapping[str, Norm
     home, places, gate_of = names["__name__"], parts.places(), replacements.gates_by("act_fn")
     attentions, handed = names["ALL_ATTENTION_FUNCTIONS"], [NUMBERS[expression] for expression in parts.handed]
 
-    def is_written(module: Any, name: str) -> bool:
-        """Return whether calling a module only runs the forward of a class, as written or as replaced here."""
-        kind = type(module)
-        if kind.__name__ != name or kind.__module__ != home:
-            return False
-        if has_hooks(module) and (
-            has_global_hooks() or not _collects_nothing(parts.attention == name, module.__dict__)
-        ):
-            return False
-        forward = forward_of(module) if "forward" in module.__dict__ else kind.forward
-        while is_from(forward, _RENAMES):
-            forward = getattr(forward, "__wrapped__", None)
-        return is_from(forward, home, *_STAND_INS)
-
-    def look(self: Any) -> _Seen | None:
-        """Return what the op asks of a layer; None if calling one of its modules would do more than the op."""
+    def look(self: Any) -> _Seen:
+        """Return what the op asks of a layer; calling one of its modules must do no more than the op."""
         modules = self.__dict__["_modules"]
         attention, mlp = modules["self_attn"], modules["mlp"]
-        if not is_written(attention, parts.attention) or not is_written(mlp, parts.mlp):
-            return None
+        for module, kind in ((attention, parts.attention), (mlp, parts.mlp)):
+            if not _is_written(module, home, kind, attends=module is attention):
+                raise _ApartError(f"{kind}: {_MORE}")
         linears = *((attention, name) for name in (*_PROJECTIONS, "o_proj")), *((mlp, name) for name in _MLP)
         products = fp8.products_of([owner.__dict__["_modules"][name] for owner, name in linears])
-        if products is None and all(_is_linear(*each) for each in linears):
-            products = TORCH
+        if products is None:
+            for owner, name in linears:
+                _check_linear(owner, name)
         gate = gate_of(mlp)
-        if gate is None or products is None:
-            return None
         of_heads = [attention.__dict__["_modules"][name] for name in parts.heads]
         given = [given_of(norm, home, kinds) for norm in (*(modules[name] for name in parts.norms if name), *of_heads)]
-        return None if None in given else _Seen(self, parts, replacements.ACTIVATIONS[gate], products)
+        if gate is None or None in given:
+            raise _ApartError(f"its activation or a norm: {_MORE}")
+        return _Seen(self, parts, replacements.ACTIVATIONS[gate], products or TORCH)
 
     def whole(self: Any, x: Any, mask: Any, angles: Any, given: dict[str, Any]) -> torch.Tensor | None:
-        if is_compiling() or not torch.is_grad_enabled() or type(x) not in TENSORS or not _is_alone(mask, x, given):
+        if is_compiling() or not torch.is_grad_enabled():
             return None
+        try:
+            made = run(self, x, mask, angles, given)
+        except _ApartError as error:
+            _apart[self] = str(error)
+            return None
+        _apart.pop(self, None)
+        return made
+
+    def run(self: Any, x: Any, mask: Any, angles: Any, given: dict[str, Any]) -> torch.Tensor:
+        _check_call(x, mask, given)
         is_changed = torch.nn.functional.scaled_dot_product_attention is not context_parallel.SDPA
         if is_changed or not is_from(names[parts.rotation], home, *_STAND_INS):
-            return None
+            raise _ApartError("context parallelism, or another rotation")
         seen = _known.get(self)
         modules = seen and seen.modules(self)
         if not seen or not modules:
             _known.pop(self, None)
+            _say_how_to_gather(self)
             seen = look(self)
-            modules = seen and seen.modules(self)
-            if not seen or not modules:
-                _say_how_to_gather(self)
-                return None
+            modules = seen.modules(self)
+            if not modules:
+                raise _ApartError(_MORE)
             _known[self] = seen
         weights, (cos, sin) = _weights(modules, places, seen.products.tensors), angles
         numbers = _numbers(modules, parts, handed, attentions, seen.activation)
         adapted = _adapters(modules, seen.adapted) if seen.adapted else ()
-        if weights is None or numbers is None or adapted is None or not _fit(x, cos, sin, numbers.head_dim):
-            return None
-        starts, longest = given.get("cu_seq_lens_q"), given.get("max_length_q")
-        if starts is None and mask is not None and len(mask.starts):
-            starts, longest = mask.starts, mask.longest
-        if starts is not None and x.shape[0] != 1:
-            return None
-        longest = longest if isinstance(longest, int) else None
-        made = decoder_layer(x, cos, sin, weights, numbers, starts, longest, adapted, seen.products)
-        seen.calls += made is not None
+        _check_angles(x, cos, sin, numbers.head_dim)
+        made = decoder_layer(x, cos, sin, weights, numbers, *_packed(x, mask, given), adapted, seen.products)
+        if made is None:
+            raise _ApartError(_UNSERVED)
+        seen.calls += 1
         return made
 
     return layers.fused_add_rms_norm(original, norms, kinds, whole)
@@ -257,9 +264,22 @@ class _Seen:
             ):  # fmt: skip
                 return None
         for places in self.adapted.values():
-            if not adapters.runs(found[places.layer], places.adapter, found[places.dropout]):
+            if not adapters.runs(found[places.layer], places.adapter):
                 return None
         return found
+
+
+def _is_written(module: Any, home: str, name: str, *, attends: bool) -> bool:
+    """Return whether calling a module only runs the forward of a class, as written or as replaced here."""
+    kind = type(module)
+    if kind.__name__ != name or kind.__module__ != home:
+        return False
+    if has_hooks(module) and (has_global_hooks() or not _collects_nothing(attends, module.__dict__)):
+        return False
+    forward = forward_of(module) if "forward" in module.__dict__ else kind.forward
+    while is_from(forward, _RENAMES):
+        forward = getattr(forward, "__wrapped__", None)
+    return is_from(forward, home, *_STAND_INS)
 
 
 def _collects_nothing(attends: bool, own: Mapping[str, Any]) -> bool:
@@ -286,18 +306,18 @@ def _held(module: Any, group: str) -> dict[str, Any]:
     return held[group].__dict__["_modules"] if group else held
 
 
-def _is_linear(owner: Any, name: str) -> bool:
-    """Return whether calling a module of another one is a linear layer's product, with an adapter's or without."""
+def _check_linear(owner: Any, name: str) -> None:
+    """Raise unless calling a module of another one is a linear layer's product, with an adapter's or without."""
     if bare_weights(owner, (name,), []) is not None:
-        return True
+        return
     layer = owner.__dict__["_modules"][name]
-    return (
-        adapters.is_ours(layer) and isinstance(adapters.adapted_of(layer), Adapted) and not adapters.is_dropped(layer)
-    )
+    given = (adapters.adapted_of(layer) or "adapters that are disabled or merged") if adapters.is_ours(layer) else _MORE
+    if not isinstance(given, Adapted) or given.rate is None:
+        raise _ApartError(f"{name}: {adapters.DROPOUT if isinstance(given, Adapted) else given}")
 
 
-def _adapters(modules: Mapping[str, Any], adapted: Mapping[str, _Places]) -> list[Adapter | None] | None:
-    """Return linear layers' adapters; None if one has a bias, another scale than a number, or no plain tensors."""
+def _adapters(modules: Mapping[str, Any], adapted: Mapping[str, _Places]) -> list[Adapter | None]:
+    """Return linear layers' adapters, without biases, with numbers as scales, and of plain tensors."""
     found: list[Adapter | None] = []
     for name in _LINEAR:
         places = adapted.get(name)
@@ -305,51 +325,53 @@ def _adapters(modules: Mapping[str, Any], adapted: Mapping[str, _Places]) -> lis
             found.append(None)
             continue
         first, second = (modules[key].__dict__["_parameters"] for key in (places.a, places.b))
-        scaling = modules[places.layer].scaling[places.adapter]
+        scaling, rate = modules[places.layer].scaling[places.adapter], adapters.rate_of(modules[places.dropout])
+        if rate is None:
+            raise _ApartError(f"{name}: {adapters.DROPOUT}")
         if first["bias"] is not None or second["bias"] is not None or type(scaling) not in (float, int):
-            return None
+            raise _ApartError(f"{name}: an adapter with a bias, or a scale that is a tensor")
         a, b = first["weight"], second["weight"]
         if type(a) not in TENSORS or type(b) not in TENSORS:
-            return None
-        found.append(Adapter(a, b, scaling, a.shape[0]))
+            raise _ApartError(f"{name}: {SUBCLASS}")
+        found.append(Adapter(a, b, scaling, a.shape[0], rate))
     return found
 
 
 def _weights(
     modules: Mapping[str, Any], places: Iterable[tuple[str, str] | None], tensors: Collection[type]
-) -> Weights | None:
-    """Return the weights at some places; None if one is of another class, or there is a bias that the op lacks."""
+) -> Weights:
+    """Return the weights at some places, of some classes; there must be no bias that the op lacks."""
     try:
         found = [place and modules[place[0]].__dict__["_parameters"][place[1]] for place in places]
         for name in _UNBIASED:
             if modules[name].__dict__["_parameters"]["bias"] is not None:
-                return None
-    except KeyError:  # it is a buffer
-        return None
+                raise _ApartError(f"{name}: a bias")
+    except KeyError:
+        raise _ApartError("a weight that is a buffer") from None
     for weight in found:
         if weight is not None and type(weight) not in tensors:
-            return None
+            raise _ApartError(SUBCLASS)
     return Weights(*found)
 
 
 def _numbers(
     modules: Mapping[str, Any], parts: Parts, handed: Iterable[Function | None], attentions: Mapping[str, Any],
     activation: str,
-) -> Numbers | None:  # fmt: skip
-    """Return the numbers; None if attention is not ours, not causal or with dropout, or norms of one launch differ."""
+) -> Numbers:  # fmt: skip
+    """Return the numbers; attention must be ours, causal and without dropout, and norms of one launch alike."""
     attention = modules["self_attn"]
     # Others may wrap what is registered, as sequence parallelism does.
     function = attentions.get(attention.config._attn_implementation)
     if function is None or getattr(function, "func", None) is not attend:
-        return None
+        raise _ApartError('its attention is not "tilekern"')
     if (attention.training and attention.attention_dropout) or not getattr(attention, "is_causal", True):
-        return None
+        raise _ApartError("its attention has a dropout, or is not causal")
     norm = parts.norm
     eps = [getattr(modules[name], norm.eps) if name else 0.0 for name in (*parts.norms, *parts.heads)]
     first, behind, second, last, *of_heads = eps
     of_head = max(of_heads, default=0.0)
     if of_head != min(of_heads, default=0.0) or (parts.norms[1] and behind != second):
-        return None
+        raise _ApartError("its norms have several eps")
     window_of, softcap_of = handed
     window, softcap = window_of and window_of(attention), softcap_of and softcap_of(attention)
     (deterministic,) = function.args
@@ -359,17 +381,30 @@ def _numbers(
     )  # fmt: skip
 
 
-def _is_alone(mask: Any, x: torch.Tensor, given: Mapping[str, Any]) -> bool:
-    """Return whether a layer has no cache, a mask that tells of sequences at most, and nothing else to heed."""
+def _check_call(x: Any, mask: Any, given: Mapping[str, Any]) -> None:
+    """Raise unless a layer has a plain input, no cache, a mask that tells of sequences at most, and no more to heed."""
+    if type(x) not in TENSORS:
+        raise _ApartError(SUBCLASS)
     for name in _HEEDED:
         if given.get(name) is not None:
-            return False
-    return mask is None or (type(mask) is ToldMask and mask.padding is None and mask.shape[3] == x.shape[1])
+            raise _ApartError(f"it is given {name}")
+    told = mask is None or (type(mask) is ToldMask and mask.padding is None and mask.shape[3] == x.shape[1])
+    if not told:
+        raise _ApartError("a mask that hides more than other sequences and tokens behind the last")
 
 
-def _fit(x: torch.Tensor, cos: Any, sin: Any, size: int) -> bool:
-    """Return whether angles are plain tensors that turn the heads of each token."""
-    if type(cos) not in TENSORS or type(sin) not in TENSORS or x.dim() != 3:
-        return False
-    shape = cos.shape
-    return shape == sin.shape and shape[-2:] == (x.shape[1], size) and len(shape) == 3 and shape[0] in (1, x.shape[0])
+def _packed(x: torch.Tensor, mask: Any, given: Mapping[str, Any]) -> tuple[Any, int | None]:
+    """Return where packed sequences start, and how long the longest is, if that is known."""
+    starts, longest = given.get("cu_seq_lens_q"), given.get("max_length_q")
+    if starts is None and mask is not None and len(mask.starts):
+        starts, longest = mask.starts, mask.longest
+    if starts is not None and x.shape[0] != 1:
+        raise _ApartError("packed sequences in several rows")
+    return starts, longest if isinstance(longest, int) else None
+
+
+def _check_angles(x: torch.Tensor, cos: Any, sin: Any, size: int) -> None:
+    """Raise unless angles are plain tensors that turn the heads of each token."""
+    fit = type(cos) in TENSORS and type(sin) in TENSORS and x.dim() == len(cos.shape) == 3
+    if not fit or cos.shape != sin.shape or cos.shape[1:] != (x.shape[1], size) or cos.shape[0] not in (1, x.shape[0]):
+        raise _ApartError("angles of another class or shape")
