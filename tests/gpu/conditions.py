@@ -534,7 +534,7 @@ def compiled(*, whole: bool = False, **options: Any) -> Prepare:
 REDUCED = "reduce-overhead"
 known("layers_compiled", prepare=compiled())
 known("layers_compiled_to_reduce_overhead", marked, prepare=compiled(mode=REDUCED))
-known("layers_compiled_without_autotune", prepare=compiled(mode="max-autotune-no-cudagraphs"))
+known("layers_compiled_with_autotune", prepare=compiled(mode="max-autotune-no-cudagraphs"))
 known("layers_compiled_for_any_length", prepare=compiled(dynamic=True))
 known("whole_compiled", prepare=compiled(whole=True))
 known("whole_compiled_to_reduce_overhead", marked, prepare=compiled(whole=True, mode=REDUCED))

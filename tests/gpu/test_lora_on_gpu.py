@@ -55,7 +55,7 @@ def test_results_and_gradients_match_float64(dtype, number, full_float32):
     x, layers = leaves(dtype)
     layers = layers[:number]
     exact_x, exact = wide(x, layers)
-    right = [exact_x @ w.T + scaling * exact_x @ a.T @ b.T for w, a, b, scaling, _ in exact]
+    right = [exact_x @ w.T + scaling * exact_x @ a.T @ b.T for w, a, b, scaling, *_ in exact]
     results = lora_linears(x, layers)
     slopes = [torch.randn_like(y) for y in results]
     found = torch.autograd.grad(results, learning(x, layers), slopes)

@@ -37,7 +37,8 @@ PACKS = MODELS | OTHERS | OF_H100 | OF_ENGINE | BASE | OF_FP8
 OTHERWISE = {
     "base-h200.pack": {
         "matmul", "attention_backward", "attention_dkdv_kept", "fused_linear_cross_entropy", "rms_norm_to_forward",
-        "fused_add_rms_norm_to_forward",
+        "fused_add_rms_norm_to_forward", "rope_to", "qk_norm_rope_to_forward", "qk_norm_rope_to_backward",
+        "qk_norm_rope_general_to_forward", "qk_norm_rope_general_to_backward",
     },
     "gpt2-h200.pack": {"narrow_block", "narrow_linear", "lay_out", "sample"},
     # The smallest sizes' logits were tuned.
