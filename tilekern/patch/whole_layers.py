@@ -149,7 +149,8 @@ def decoder(original: Function, norms: Collection[str], kinds: Mapping[str, Norm
         except _ApartError as error:
             _apart[self] = str(error)
             return None
-        _apart.pop(self, None)
+        if _apart:
+            _apart.pop(self, None)
         return made
 
     def run(self: Any, x: Any, mask: Any, angles: Any, given: dict[str, Any]) -> torch.Tensor:
