@@ -4,6 +4,7 @@ import contextlib
 import functools
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -102,6 +103,44 @@ def test_layers_that_share_their_input_are_one_call_in_patched_modules(calls):
     tilekern.apply_to_model(model)
     assert worst(step(model), expected) < 1e-5
     assert calls == [3, 1, "mlp"]
+
+
+def moved(model, named="swift.tuners.peft"):
+    """Give factors the forward that ms-swift gives them, which moves inputs to the weight's device."""
+    code = "def forward(self, x):\n    return self.forward_origin(x.to(self.weight.device))"
+    exec(code, home := {"__name__": named})
+    for name, module in model.named_modules():
+        if "lora_A." in name or "lora_B." in name:
+            module.forward_origin = module.forward
+            module.forward = types.MethodType(home["forward"], module)
+    return model
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_factors_with_ms_swift_s_forward_are_served(calls):
+    expected = step(adapted())
+    model = moved(adapted())
+    tilekern.apply_to_model(model)
+    assert worst(step(model), expected) < 1e-5
+    assert calls == [3, 1, "mlp"]
+    assert not fallbacks()
+    factor = model.base_model.model.model.layers[0].mlp.up_proj.lora_A["default"]
+    factor.forward_origin = lambda x: torch.nn.functional.linear(x, factor.weight)
+    assert worst(step(model), expected) < 1e-5
+    assert calls == [3, 1, "mlp", 3, 1, 1, 1]
+    assert sum(fallbacks().values()) == 1, "the forward behind it is another one"
+    calls.clear()
+    other = moved(adapted(), "elsewhere")
+    tilekern.apply_to_model(other)
+    assert worst(step(other), expected) < 1e-5
+    assert not calls
+
+
+def test_factors_on_another_device_run_peft_s_code():
+    model = adapted()
+    layer = model.base_model.model.model.layers[0].mlp.up_proj
+    layer.lora_A.to("meta")
+    assert isinstance(adapters.adapted_of(layer), str)
 
 
 SERVED = {

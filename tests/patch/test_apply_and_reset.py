@@ -620,6 +620,34 @@ def test_a_class_that_another_library_s_has_replaced_is_said_to_be_that_of_older
     assert same(step(older), reference)
 
 
+def optimized(model):
+    """What a training step with an optimizer warns of."""
+    step(model)
+    return [text for text in warned(torch.optim.SGD(model.parameters(), lr=0.0).step)[1] if "other kernels" in text]
+
+
+@both_ways
+def test_the_first_step_names_patches_that_a_trainer_s_option_has_replaced(way, monkeypatch):
+    model = make()
+    way(model)
+    mlp, norm = model.model.layers[0].mlp, model.model.norm
+    # As accelerate's, which still calls it.
+    norm.forward = functools.wraps(norm.forward)(functools.partial(lambda called, x: called(x), norm.forward))
+    assert optimized(model) == []
+    way(model)
+    if way is tilekern.apply_to_model:  # as Liger does to a model that is there
+        theirs = types.MethodType(lambda self, x: self.down_proj(x @ self.up_proj.weight.T), mlp)
+        monkeypatch.setattr(mlp, "forward", theirs)
+    else:  # as Liger and axolotl do to code
+        theirs = type("Theirs", (torch.nn.Module,), {"forward": lambda _, x: x})
+        monkeypatch.setattr(qwen3, "Qwen3MLP", theirs)
+        monkeypatch.setattr(qwen3.Qwen3DecoderLayer, "forward", lambda _, x, **__: x)
+    (text,) = optimized(model)
+    assert f"Qwen3MLP.forward (now {theirs.__module__}.{theirs.__qualname__})" in text
+    assert text.count("(now ") == (1 if way is tilekern.apply_to_model else 2)
+    assert optimized(model) == [], "it is said once"
+
+
 def test_users_hooks_run_before_and_after_in_patched_modules():
     model, seen = make(), []
     early = model.model.layers[0].mlp.register_forward_hook(lambda *_: seen.append("early"))

@@ -132,6 +132,8 @@ def adapted_of(layer: Any) -> Adapted | str | None:
     if base is None or a is None or b is None or type(scaling) not in (float, int):
         return _ELSE
     (a,), (b,), (weight, bias) = a, b, base
+    if not weight.device == a.device == b.device:  # as ms-swift lets them be
+        return _ELSE
     return Adapted(weight, a, b, scaling, bias, rate_of(parts["lora_dropout"].__dict__["_modules"][name]))
 
 

@@ -16,6 +16,9 @@ Linear = torch.nn.Linear
 Function = TypeVar("Function", bound=Callable[..., object])
 TENSORS = (torch.Tensor, torch.nn.Parameter)
 _LINEAR = Linear.__module__
+# Where ms-swift writes the forward that it gives each factor of an adapter, and the attribute with the factor's own. It
+# moves the input to the weight's device first.
+_MOVES, _MOVED = "swift.tuners.peft", "forward_origin"
 # The module of the functions that replace forwards.
 _REPLACEMENTS = "tilekern.patch.replacements"
 
@@ -185,6 +188,16 @@ def linear_of(layer: Any, known: Collection[type] = ()) -> tuple[torch.Tensor, t
     return found[0].t(), found[1]
 
 
+def _only_moves(layer: torch.nn.Module) -> bool:
+    """Return whether the own forward of a layer runs that of its class on its input, moved to its device."""
+    moved = layer.__dict__.get(_MOVED)
+    return (
+        is_from(forward_of(layer), _MOVES)
+        and getattr(moved, "__self__", None) is layer
+        and getattr(moved, "__func__", None) is Linear.forward
+    )
+
+
 def bare_weights(
     module: torch.nn.Module, names: Iterable[str], biases: list[torch.Tensor | None] | None = None
 ) -> list[torch.Tensor] | None:
@@ -205,7 +218,7 @@ def bare_weights(
         parameters = own["_parameters"]
         if (
             own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
-            or "forward" in own or "bias" in own or "bias" not in parameters
+            or ("forward" in own and not _only_moves(layer)) or "bias" in own or "bias" not in parameters
         ):  # fmt: skip
             return None
         bias = parameters["bias"]

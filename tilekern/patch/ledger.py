@@ -75,13 +75,23 @@ class Touch:
     @property
     def has_its_name(self) -> bool:
         """Whether the owner's name still leads to it; another library may have put its own class there."""
+        return self._named is self.owner()
+
+    @property
+    def in_its_place(self) -> Any:
+        """The function or class that was put in the place of the replacement or of its owner, or None."""
+        return (None if self.has_its_name else self._named) if self.still_runs else self._now
+
+    @property
+    def _named(self) -> Any:
+        """What the owner's name leads to."""
         owner = self.owner()
         if self.is_bound or isinstance(owner, ModuleType):
-            return True
+            return owner
         found: Any = sys.modules.get(owner.__module__)
         for name in owner.__qualname__.split("."):
             found = getattr(found, name, None)
-        return found is owner
+        return found
 
     def undo(self) -> None:
         """Put back the original, or delete the attribute if there was none.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilekern.errors import InputError
 from tilekern.ops import invariance
-from tilekern.patch import adapters, batching, defaults, generating, static_caches
+from tilekern.patch import adapters, batching, defaults, generating, replaced, static_caches
 from tilekern.patch import attention as attention_door
 from tilekern.patch import comparing as ranks
 from tilekern.patch import experts as experts_door
@@ -181,6 +181,7 @@ def apply(
     rows += [patch for patch in own if patch.op in wish.ops]
     done = _put(rows, {*homes, *(patch.module for patch in own)})
     _stand_in_generation(any(True for _ in _ledger))
+    replaced.look_at_step(_touches)
     dispatch.foresee_by(_foresee)
     ranks.agree_when_up()
     done |= {op for family in later for op in family.ops if op in wish.ops} | ({EXPERTS} & wish.ops)
@@ -366,6 +367,7 @@ def apply_to_model(
                 done.update(found.patch.ops)
             if left:
                 warn(f"{op} is not patched everywhere: {left}")
+    replaced.look_at_step(_touches)
     dispatch.foresee_by(_foresee)
     ranks.agree_when_up()
     return _in_order(done)
@@ -448,6 +450,11 @@ def held() -> Iterator[Ledger]:
     """Hold the lock and return the ledger, which nobody changes meanwhile."""
     with _lock:
         yield _ledger
+
+
+def _touches() -> list[Touch]:
+    with _lock:
+        return list(_ledger)
 
 
 def get_patched_ops() -> dict[str, list[str]]:

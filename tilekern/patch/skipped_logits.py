@@ -1,7 +1,7 @@
 """Placeholder for logits that were not made: an output with it can be moved, but its logits cannot be used.
 
-A trainer's wrappers may move, cast, pickle and gather an output without reading it. Reading a value, a shape or a dtype
-raises :class:`tilekern.errors.LogitsSkipped`, which says how to get logits.
+A trainer's wrappers may move, cast, pickle and gather an output without reading it. Reading a value or a shape raises
+:class:`tilekern.errors.LogitsSkipped`, which says how to get logits.
 """
 
 from __future__ import annotations
@@ -10,9 +10,14 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+import torch
+
 from tilekern.errors import LogitsSkipped
 
-_SAYS = "there are no logits, as tilekern computed the loss without them; call the model with skip_logits=False"
+_SAYS = (
+    "there are no logits, as tilekern computed the loss without them; call the model with skip_logits=False, or apply "
+    "tilekern without fused_linear_cross_entropy"
+)
 # Tensor methods that move or cast whole outputs.
 _PASSING = {"to", "cpu", "cuda", "detach", "clone", "contiguous", "float", "half", "bfloat16", "double"}
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
@@ -34,6 +39,8 @@ class SkippedLogits(metaclass=_Named):
     """The class of :data:`SKIPPED`, its only instance, which stands for logits of any shape."""
 
     _only: SkippedLogits | None = None
+    # TRL's models with a value head widen logits that are not of float32, and hand them on.
+    dtype = torch.float32
 
     def __new__(cls, *_: Any) -> SkippedLogits:
         """Return the instance; DataParallel calls its type to make the gathered output of the replicas."""

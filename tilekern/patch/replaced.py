@@ -1,0 +1,43 @@
+"""Say once in training which patches no longer run, as something else has replaced them.
+
+A trainer may switch on another library's kernels after tilekern has patched a family, as Liger's. Their code then runs
+in place of ours, which is never called and could say nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from tilekern.patch.ledger import Touch
+from tilekern.warning import warn
+
+_hooks: list[Any] = []
+
+
+def look_at_step(touches: Callable[[], Iterable[Touch]]) -> None:
+    """Warn at the end of the next step of any of torch's optimizers if something has replaced one of the patches.
+
+    Args:
+        touches: called then; returns the patches. A later call takes the place of this one.
+    """
+    while _hooks:
+        _hooks.pop().remove()
+
+    def look(*_: Any) -> None:
+        while _hooks:
+            _hooks.pop().remove()
+        found = {f"{touch.where} (now {_named(there)})" for touch in touches() if (there := touch.in_its_place)}
+        if found:
+            warn(
+                f"replaced by something else after tilekern had patched it: {', '.join(sorted(found))}; switch off the "
+                "option for other kernels, of the trainer for example, to run tilekern's"
+            )
+
+    _hooks.append(register_optimizer_step_post_hook(look))
+
+
+def _named(value: Any) -> str:
+    return f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
