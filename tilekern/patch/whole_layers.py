@@ -145,36 +145,32 @@ def decoder(original: Function, norms: Collection[str], kinds: Mapping[str, Norm
         if is_compiling() or not torch.is_grad_enabled():
             return None
         try:
-            made = run(self, x, mask, angles, given)
+            starts, longest = _sequences(x, mask, given)
+            is_changed = torch.nn.functional.scaled_dot_product_attention is not context_parallel.SDPA
+            if is_changed or not is_from(names[parts.rotation], home, *_STAND_INS):
+                raise _ApartError("context parallelism, or another rotation")
+            seen = _known.get(self)
+            modules = seen and seen.modules(self)
+            if not seen or not modules:
+                _known.pop(self, None)
+                _say_how_to_gather(self)
+                seen = look(self)
+                modules = seen.modules(self)
+                if not modules:
+                    raise _ApartError(_MORE)
+                _known[self] = seen
+            weights, (cos, sin) = _weights(modules, places, seen.products.tensors), angles
+            numbers = _numbers(modules, parts, handed, attentions, seen.activation)
+            adapted = _adapters(modules, seen.adapted) if seen.adapted else ()
+            _check_angles(x, cos, sin, numbers.head_dim)
+            made = decoder_layer(x, cos, sin, weights, numbers, starts, longest, adapted, seen.products)
+            if made is None:
+                raise _ApartError(_UNSERVED)
         except _ApartError as error:
             _apart[self] = str(error)
             return None
         if _apart:
             _apart.pop(self, None)
-        return made
-
-    def run(self: Any, x: Any, mask: Any, angles: Any, given: dict[str, Any]) -> torch.Tensor:
-        _check_call(x, mask, given)
-        is_changed = torch.nn.functional.scaled_dot_product_attention is not context_parallel.SDPA
-        if is_changed or not is_from(names[parts.rotation], home, *_STAND_INS):
-            raise _ApartError("context parallelism, or another rotation")
-        seen = _known.get(self)
-        modules = seen and seen.modules(self)
-        if not seen or not modules:
-            _known.pop(self, None)
-            _say_how_to_gather(self)
-            seen = look(self)
-            modules = seen.modules(self)
-            if not modules:
-                raise _ApartError(_MORE)
-            _known[self] = seen
-        weights, (cos, sin) = _weights(modules, places, seen.products.tensors), angles
-        numbers = _numbers(modules, parts, handed, attentions, seen.activation)
-        adapted = _adapters(modules, seen.adapted) if seen.adapted else ()
-        _check_angles(x, cos, sin, numbers.head_dim)
-        made = decoder_layer(x, cos, sin, weights, numbers, *_packed(x, mask, given), adapted, seen.products)
-        if made is None:
-            raise _ApartError(_UNSERVED)
         seen.calls += 1
         return made
 
@@ -382,8 +378,11 @@ def _numbers(
     )  # fmt: skip
 
 
-def _check_call(x: Any, mask: Any, given: Mapping[str, Any]) -> None:
-    """Raise unless a layer has a plain input, no cache, a mask that tells of sequences at most, and no more to heed."""
+def _sequences(x: Any, mask: Any, given: Mapping[str, Any]) -> tuple[Any, int | None]:
+    """Return where packed sequences start, and how long the longest is, if that is known.
+
+    A layer must have a plain input, no cache, a mask that tells of sequences at most, and nothing else to heed.
+    """
     if type(x) not in TENSORS:
         raise _ApartError(SUBCLASS)
     for name in _HEEDED:
@@ -392,10 +391,6 @@ def _check_call(x: Any, mask: Any, given: Mapping[str, Any]) -> None:
     told = mask is None or (type(mask) is ToldMask and mask.padding is None and mask.shape[3] == x.shape[1])
     if not told:
         raise _ApartError("a mask that hides more than other sequences and tokens behind the last")
-
-
-def _packed(x: torch.Tensor, mask: Any, given: Mapping[str, Any]) -> tuple[Any, int | None]:
-    """Return where packed sequences start, and how long the longest is, if that is known."""
     starts, longest = given.get("cu_seq_lens_q"), given.get("max_length_q")
     if starts is None and mask is not None and len(mask.starts):
         starts, longest = mask.starts, mask.longest
