@@ -325,6 +325,16 @@ def test_too_many_members_are_counted_before_they_are_read(tmp_path, monkeypatch
     refused(tmp_path / "a.pack", tmp_path, f"{count} members")
 
 
+def test_a_member_behind_4_gib_is_refused(tmp_path):
+    """Its place would be in a field of its own, which packs do not have."""
+    path = pack(tmp_path / "a.pack", members())
+    data = bytearray(path.read_bytes())
+    place = data.index(b"PK\1\2") + 42
+    data[place : place + 4] = b"\xff" * 4
+    path.write_bytes(data)
+    refused(path, tmp_path, "4 GiB")
+
+
 def test_a_list_of_members_that_is_too_long_is_not_read(tmp_path):
     length = archives.LARGEST_DIRECTORY + 1
     with open(tmp_path / "a.pack", "wb") as file:
@@ -355,6 +365,10 @@ def test_a_blob_of_another_size_than_the_record_says_is_refused(tmp_path):
 def test_forbidden_members_of_a_pack_are_not_written(tmp_path, monkeypatch):
     monkeypatch.setattr("tilekern.cache.packs.writing.MOST_MEMBERS", 3)
     with pytest.raises(CacheError, match="select fewer records"):
+        write_pack(tmp_path / "a.pack", [make()])
+    monkeypatch.undo()
+    monkeypatch.setattr("tilekern.cache.packs.writing.MOST_BYTES", 1000)
+    with pytest.raises(CacheError, match="4 GiB"):
         write_pack(tmp_path / "a.pack", [make()])
     monkeypatch.undo()
     monkeypatch.setattr(archives, "ALWAYS_ALLOWED", 0)

@@ -18,6 +18,8 @@ from typing import BinaryIO
 from tilekern.cache.errors import CacheError
 
 MOST_MEMBERS = 250_000
+# Of a pack: places in it are numbers of four bytes.
+MOST_BYTES = 2**32 - 2
 LARGEST_DIRECTORY = 64 * 2**20
 MOST_COMPRESSED = 100
 # Contents of this size are always allowed, however well they are compressed.
@@ -35,8 +37,6 @@ _ENCRYPTED = 0x1
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 # Of the attributes, where the kind of a file begins as Unix has it, and the kinds of a plain one.
 _KIND, _PLAIN = 28, (0, stat.S_IFREG >> 12)
-# In place of a number of four bytes that is too small for it.
-_ELSEWHERE = 0xFFFFFFFF
 
 
 # Where a member is: its method of compression, its bytes in the file, and unpacked, and its header's place.
@@ -84,7 +84,7 @@ def _entries(directory: bytes) -> Iterator[tuple[str, Entry]]:
             raise CacheError(f"{name!r:.300} must be stored or deflated, and not encrypted")
         if attributes >> _KIND not in _PLAIN:
             raise CacheError(f"{name!r:.300} must be a plain file")
-        if _ELSEWHERE in (packed, size, start):
+        if max(packed, size, start) > MOST_BYTES:
             raise CacheError(f"{name!r:.300} lies behind 4 GiB, or has as many bytes")
         yield name, (method, packed, size, start)
 

@@ -16,7 +16,7 @@ import msgspec
 from tilekern.cache.errors import CacheError
 from tilekern.cache.files import write_by
 from tilekern.cache.keys import blob_path, signature_path
-from tilekern.cache.packs.archives import MOST_MEMBERS, check_clashes, check_ratio
+from tilekern.cache.packs.archives import MOST_BYTES, MOST_MEMBERS, check_clashes, check_ratio
 from tilekern.cache.packs.pack import FORMAT, LARGEST_MANIFEST, MANIFEST, SIGNED, UNSIGNED, Member, is_signature
 from tilekern.cache.records import Record, check_blob
 from tilekern.cache.trust.signing import check_signature
@@ -124,6 +124,8 @@ def _zip(manifest: bytes, spool: _Spool, file: BinaryIO) -> None:
         _add(archive, MANIFEST, manifest)
         for name in sorted(spool.members):
             _add(archive, name, spool.read(name))
+    if file.tell() > MOST_BYTES:
+        raise CacheError("a pack may have 4 GiB; select fewer records")
     check_ratio(len(manifest) + sum(member.size for member in spool.members.values()), file.tell())
 
 
