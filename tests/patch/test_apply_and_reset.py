@@ -19,6 +19,7 @@ import pytest
 import torch
 from model_contract import both_ways, counted, held, is_put_back, only, reasons
 from tiny_qwen3 import OPS, SINGLE, apply, make, same, step, worst
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 import tilekern
@@ -646,6 +647,17 @@ def test_the_first_step_names_patches_that_a_trainer_s_option_has_replaced(way, 
     assert f"Qwen3MLP.forward (now {theirs.__module__}.{theirs.__qualname__})" in text
     assert text.count("(now ") == (1 if way is tilekern.apply_to_model else 2)
     assert optimized(model) == [], "it is said once"
+
+
+def test_a_hook_behind_tilekern_s_at_the_end_of_a_step_runs_too():
+    model, ran = make(), []
+    apply()
+    other = register_optimizer_step_post_hook(lambda *_: ran.append(True))
+    try:
+        assert optimized(model) == []
+    finally:
+        other.remove()
+    assert ran == [True]
 
 
 def test_users_hooks_run_before_and_after_in_patched_modules():

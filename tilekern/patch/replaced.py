@@ -6,6 +6,7 @@ in place of ours, which is never called and could say nothing.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tilekern.patch.ledger import Touch
 from tilekern.warning import warn
 
-_hooks: list[Any] = []
+# What returns the patches to look at when a step ends, if any are to be looked at.
+_pending: list[Callable[[], Iterable[Touch]]] = []
 
 
 def look_at_step(touches: Callable[[], Iterable[Touch]]) -> None:
@@ -23,20 +25,26 @@ def look_at_step(touches: Callable[[], Iterable[Touch]]) -> None:
     Args:
         touches: called then; returns the patches. A later call takes the place of this one.
     """
-    while _hooks:
-        _hooks.pop().remove()
+    _pending[:] = [touches]
+    _hook()
 
-    def look(*_: Any) -> None:
-        while _hooks:
-            _hooks.pop().remove()
-        found = {f"{touch.where} (now {_named(there)})" for touch in touches() if (there := touch.in_its_place)}
-        if found:
-            warn(
-                f"replaced by something else after tilekern had patched it: {', '.join(sorted(found))}; switch off the "
-                "option for other kernels, of the trainer for example, to run tilekern's"
-            )
 
-    _hooks.append(register_optimizer_step_post_hook(look))
+@functools.cache
+def _hook() -> None:
+    # It stays: a hook that is removed while it runs ends the step if another one follows.
+    register_optimizer_step_post_hook(_look)
+
+
+def _look(*_: Any) -> None:
+    if not _pending:
+        return
+    touches = _pending.pop()
+    found = {f"{touch.where} (now {_named(there)})" for touch in touches() if (there := touch.in_its_place)}
+    if found:
+        warn(
+            f"replaced by something else after tilekern had patched it: {', '.join(sorted(found))}; switch off the "
+            "option for other kernels, of the trainer for example, to run tilekern's"
+        )
 
 
 def _named(value: Any) -> str:
