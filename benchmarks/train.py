@@ -342,11 +342,14 @@ class Process:
         # It says so before each turn.
         return self.child.poll() is None and self.kept.read_bytes().count(_READY) > self.turns
 
-    def wait_until_ready(self) -> None:
-        """Block until it waits for its turn, has ended, or its time is up."""
+    def wait_until_ready(self) -> bool:
+        """Block until it waits for a turn or has ended; return False if its time is up before."""
         latest = time.monotonic() + self.limit_s
-        while self.child.poll() is None and not self.kept.stat().st_size and time.monotonic() < latest:
+        while self.child.poll() is None and not self.is_waiting():
+            if time.monotonic() >= latest:
+                return False
             time.sleep(_LOOK_S)
+        return True
 
     def turn(self) -> tuple[str, list[Line]]:
         """Give it a turn, until it waits for another or has ended, for which it may be too late.
@@ -354,17 +357,13 @@ class Process:
         Returns:
             The error in one line, or an empty text, and the lines of this turn.
         """
-        before, latest, trouble = len(self._lines()), time.monotonic() + self.limit_s, ""
+        before = len(self._lines())
         self.turns += 1
         with contextlib.suppress(BrokenPipeError):
             assert self.child.stdin is not None
             self.child.stdin.write("go\n")
             self.child.stdin.flush()
-        while self.child.poll() is None and not self.is_waiting():
-            if time.monotonic() >= latest:
-                trouble = f"not done after {self.limit_s:g} s"
-                break
-            time.sleep(_LOOK_S)
+        trouble = "" if self.wait_until_ready() else f"not done after {self.limit_s:g} s"
         if self.child.returncode:
             trouble = f"ended with {_last(self.said.read_text(errors='replace'), self.child.returncode)}"
         lines = [line for line in self._lines()[before:] if line != READY]

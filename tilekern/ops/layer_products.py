@@ -133,22 +133,10 @@ class Products:
         rows, low, last, gate, up, active, *masks = kept
         adapters = with_masks(adapters, masks)
         wants = True, *wanted.weights, *wanted.factors
-        lows = low, last
         return launched_backward(
-            plans[1],
-            wants,
-            slope,
-            rows,
-            gate,
-            up,
-            weights,
-            adapters,
-            lows,
-            dtype,
-            active,
-            activation,
+            plans[1], wants, slope, rows, gate, up, weights, adapters, (low, last), dtype, active, activation,
             wanted.factors_dtype,
-        )
+        )  # fmt: skip
 
 
 TORCH = Products()
