@@ -25,10 +25,15 @@ OTHERS = {
 }
 # Of single runs, which did not reach all problems of their models.
 OF_H100 = {f"{model}-h100.pack": ("H100", "measured") for model in ("qwen3-8b", "qwen3-30b-a3b")}
-# Of the engine without torch; the second has what its first run on a GPU would compile.
-OF_ENGINE = {"gpt2-h200.pack": ("H200", "measured"), "engine-h200.pack": ("H200", "default")}
+# Of the engine without torch; those of the engine have what its first run on a GPU would compile.
+OF_ENGINE = {
+    "gpt2-h200.pack": ("H200", "measured"), "engine-h200.pack": ("H200", "default"),
+    "engine-b200.pack": ("B200", "default"),
+}  # fmt: skip
 # Of the sizes of many models; nobody had a B200 to measure, and its defaults are what a compiler there would make.
 BASE = {"base-h200.pack": ("H200", "measured"), "base-b200.pack": ("B200", "default")}
+# The sizes of minGPT.
+SMALL = "nano", "tile-small", "micro", "tile-medium", "mini", "tile-large"
 # Of linear layers by 8-bit floats, at the sizes of nine models.
 OF_FP8 = {"fp8-h200.pack": ("H200", "measured"), "fp8-b200.pack": ("B200", "predicted")}
 PACKS = MODELS | OTHERS | OF_H100 | OF_ENGINE | BASE | OF_FP8
@@ -165,14 +170,16 @@ def test_a_model_in_no_pack_has_four_fifths_of_its_launches_in_the_packs_of_a_gp
     assert {need.state for need in found.needs} <= {"other_gpu" if gpu == "H100" else "exact", "nearest", "missing"}
 
 
+@pytest.mark.parametrize("gpu", ["H200", "B200"])
 @pytest.mark.parametrize(("model", "more"), [
     ("gpt2", {"context": [64, 512], "tokens": [1024], "sequence": [128]}),
     ("qwen3-8b", {"context": [4096]}),
     ("qwen3-8b", {"context": [4096], "weight_dtype": "int8"}),
     ("llama-3.2-1b", {"context": [512]}),
+    *((f"mingpt-{size}", {"context": [512], "tokens": [256], "sequence": [64]}) for size in SMALL),
 ])  # fmt: skip
-def test_the_engine_compiles_nothing(model, more):
-    found = preflight.preflight(model, gpu="H200", engine=True, decode=[1, 8], **more)
+def test_the_engine_compiles_nothing(model, more, gpu):
+    found = preflight.preflight(model, gpu=gpu, engine=True, decode=[1, 8], **more)
     assert not found.missing, found.share
 
 
