@@ -93,11 +93,17 @@ def test_layouts_that_torch_s_fused_step_takes(layout):
     assert launches() == 0
 
 
-def test_gradients_in_another_layout_are_launched():
-    ours = [torch.nn.Parameter(torch.randn(64, 192, device="cuda").t())]
+def test_gradients_in_another_layout_are_launched_and_those_of_others_still_go_together():
+    ours = [torch.nn.Parameter(torch.randn(64, 192, device="cuda").t()), *on_gpu([(33, 7)], torch.float32)]
     exact = twins(ours, torch.float64)
-    train(3, (tilekern.AdamW(ours, lr=0.1), ours), (torch.optim.AdamW(exact, lr=0.1), exact))
-    torch.testing.assert_close(ours[0].double(), exact[0], rtol=1e-5, atol=1e-5)
+    with FusedCalls() as calls:
+        train(3, (tilekern.AdamW(ours, lr=0.1), ours), (torch.optim.AdamW(exact, lr=0.1), exact))
+    # Torch refuses the first call of each step, which has changed nothing.
+    assert [(numbers, count) for _, numbers, count in calls.seen] == [
+        (numbers, count) for count in (1, 2, 3) for numbers in ([64 * 192, 33 * 7], [33 * 7])
+    ]
+    for p, q in zip(ours, exact, strict=True):
+        torch.testing.assert_close(p.double(), q, rtol=1e-5, atol=1e-5)
     assert launches() == 3
 
 

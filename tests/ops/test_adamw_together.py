@@ -5,20 +5,10 @@ import torch
 from adamw_samples import DTYPES, KERNEL, FusedCalls, give_gradients, launches, parameters, twins
 
 import tilekern
-from tilekern.ops import adamw
-from tilekern.ops.adamw import MOST_TOGETHER
+from tilekern.ops.adamw import MOST_TOGETHER, _goes_together
 from tilekern.runtime.dispatch import counters
 from tilekern.runtime.recorder import Trace, tracing
 from tilekern.spec.targets import resolve
-
-_goes_together = adamw._goes_together
-
-
-@pytest.fixture
-def on_cpu(monkeypatch):
-    """Parameters on the CPU are sorted as on a GPU, and 64 elements are many; torch's fused step is its CPU's."""
-    monkeypatch.setattr(adamw, "MOST_TOGETHER", 64)
-    monkeypatch.setattr(adamw, "_goes_together", lambda *tensors: _goes_together(*(x.to("meta") for x in tensors)))
 
 
 def four(x, *, grad=None, moment=None):

@@ -20,6 +20,8 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import compress
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -32,6 +34,8 @@ from tilekern.ops.registration import Rows, viewed
 from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
 
 Tensors = tuple[Tensor, ...]
+# Parameters, gradients, first and second moments.
+Columns = list[list[Tensor]]
 # A step moves 14 bytes for an element of 16 bits: with so many elements it takes a GPU of 4 TB/s 15 us, less than a
 # launch takes the host. For the 310 parameters of Qwen3-0.6B, of which one is larger, launches took the host of an H200
 # 7.1 ms, and torch's fused step 2.0 ms.
@@ -42,6 +46,9 @@ _MOST_ROWS = (1 << 31) - 1
 _PLAIN = {Tensor, torch.nn.Parameter}
 # A model has few different parameter sizes and needs each one's shape twice per step.
 _rows_of = functools.lru_cache(maxsize=4096)(flat_shape)
+# A step asks these of hundreds of tensors: `map` takes half the host time of a loop.
+_grad, _layout, _dtype, _is_on_gpu = map(attrgetter, ("grad", "layout", "dtype", "is_cuda"))
+_STRIDED = {torch.strided}
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _OWN_WAY = "this optimizer has an implementation of its own; leave it out"
 _REFUSED = {
@@ -153,58 +160,52 @@ class AdamW(torch.optim.AdamW):
 
     @torch._disable_dynamo
     def _step_group(self, group: dict[str, Any]) -> None:
-        together: defaultdict[tuple[torch.device, torch.dtype, float], list[Tensors]] = defaultdict(list)
-        launches: list[tuple[Plan, float, Tensors]] = []
-        steps: list[Tensor] = []
-        counts: list[float] = []
-        written: list[Tensor] = []
-        rest: list[Tensors] = []
-        for param, state in self._graded(group):
-            tensors = (param, param.grad, state["exp_avg"], state["exp_avg_sq"])
-            parts = tensors if _PLAIN.issuperset(map(type, tensors)) else _shards(tensors)
-            is_small = parts is not None and _goes_together(*parts)
-            plan = None if parts is None or is_small else _plan_of(*parts)
-            if parts is None or (plan is None and not is_small and parts[0].numel()):
-                rest.append((*tensors, state["step"]))
-                continue
-            count = state["step"].item() + 1
-            steps.append(state["step"])
-            counts.append(count)
-            if is_small:
-                together[parts[0].device, parts[0].dtype, count].append(parts)
-            elif plan is not None:
-                launches.append((plan, count, parts))
-            written += tensors[0], tensors[2], tensors[3]
-            if parts is not tensors:
-                written += parts[0], parts[2], parts[3]
-        if rest:
-            _fall_back(group, rest)
-        scalars = {count: scalars_of(group, count) for count in set(counts)}
-        for plan, count, parts in launches:
-            _launch(plan, scalars[count], *parts)
-        for (_, _, count), work in together.items():
-            _step_together(group, count, work)
-        if steps:
-            # This takes a third of the host time of adding 1 to each.
-            numbers = {count: torch.tensor(count, dtype=torch.float32, device="cpu") for count in scalars}
-            torch._foreach_copy_(steps, [numbers[count] for count in counts])
-            # Autograd does not see these changes, and must refuse a backward through the changed tensors.
-            increment_version(written)
+        whole, steps = self._graded(group)
+        if not steps:
+            return
+        parts: Columns = whole if _are_plain(*whole[:2]) else [list(x) for x in zip(*map(_shards, *whole), strict=True)]
+        counts = [count + 1 for count in map(Tensor.item, steps)]
 
-    def _graded(self, group: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """Yield the parameters that have a gradient, with their states, which are created here."""
-        for param in group["params"]:
-            grad = param.grad
-            if grad is None:
-                continue
-            if grad.layout is not torch.strided:
-                raise RuntimeError("AdamW takes no sparse gradients; use torch.optim.SparseAdam for such parameters")
-            state = self.state[param]
+        def step_each(places: list[int]) -> None:
+            _step_each(group, [(counts[n], [x[n] for x in (*whole, steps)], [x[n] for x in parts]) for n in places])
+
+        small = _which_are_small(parts)
+        step_each([place for place, is_small in enumerate(small) if not is_small])
+        for count, places, work in _calls(small, counts, parts):
+            try:
+                _step_together(group, count, *work)
+            except RuntimeError:
+                # Torch checks that the tensors are alike before it changes any.
+                fit = list(map(_goes_together, *work))
+                if all(fit):
+                    raise
+                step_each([place for place, fits in zip(places, fit, strict=True) if not fits])
+                if any(fit):
+                    _step_together(group, count, *_chosen(fit, *work))
+        # This takes a third of the host time of adding 1 to each.
+        numbers = {count: torch.tensor(count, dtype=torch.float32, device="cpu") for count in set(counts)}
+        torch._foreach_copy_(steps, [numbers[count] for count in counts])
+        # Autograd does not see these changes, and must refuse a backward through the changed tensors.
+        for params, _, *moments in (whole,) if parts is whole else (whole, parts):
+            for changed in (params, *moments):
+                increment_version(changed)
+
+    def _graded(self, group: dict[str, Any]) -> tuple[Columns, list[Tensor]]:
+        """Return parameters with a gradient, the gradients and both moments, and the steps; states are created here."""
+        params, grads = group["params"], list(map(_grad, group["params"]))
+        graded = [grad is not None for grad in grads]
+        if not all(graded):
+            params, grads = _chosen(graded, params, grads)
+        if not _STRIDED.issuperset(map(_layout, grads)):
+            raise RuntimeError("AdamW takes no sparse gradients; use torch.optim.SparseAdam for such parameters")
+        states = list(map(self.state.__getitem__, params))
+        for param, state in () if all(states) else zip(params, states, strict=True):
             if not state:
                 state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
                 for name in _MOMENTS:
                     state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
-            yield param, state
+        steps, *moments = ([state[name] for state in states] for name in ("step", *_MOMENTS))
+        return [params, grads, *moments], steps
 
 
 def _check(options: dict[str, Any]) -> None:
@@ -224,24 +225,33 @@ def _on_host(value: Any) -> Any:
     return value.cpu() if isinstance(value, Tensor) else value
 
 
-def _shards(tensors: Tensors) -> Tensors | None:
-    """Return this process's shards of DTensors, the gradient resharded like the parameter; None for other tensors.
+def _chosen(are_chosen: Sequence[bool], *columns: Iterable[Any]) -> list[list[Any]]:
+    return [list(compress(column, are_chosen)) for column in columns]
+
+
+def _are_plain(*columns: Iterable[Tensor]) -> bool:
+    return all(_PLAIN.issuperset(map(type, column)) for column in columns)
+
+
+def _shards(*tensors: Tensor) -> Sequence[Tensor]:
+    """Return this process's shards of DTensors, the gradient resharded like the parameter; others stay as they are.
 
     Under tensor or context parallelism the gradient of an embedding may be a partial sum, or be sharded differently
     from its weight. Torch's own step would redistribute it at each operation.
     """
-    if not all(hasattr(x, "to_local") for x in tensors):
-        return None
+    try:
+        place, grad_place, *places = [(x.device_mesh, x.placements) for x in tensors]
+    except AttributeError:
+        return tensors
+    if places != [place, place] or grad_place[0] != place[0]:
+        return tensors
     param, grad, *moments = tensors
-    if any(x.placements != param.placements for x in moments) or any(
-        x.device_mesh != param.device_mesh for x in tensors
-    ):
-        return None
-    if grad.placements != param.placements:
-        grad = grad.redistribute(param.device_mesh, param.placements)
+    if grad_place != place:
+        grad = grad.redistribute(*place)
+    # For a parameter, `to_local` makes a view of this, which takes as long as all the rest.
+    parts = [x._local_tensor for x in (param, grad, *moments)]
     # The result of a collective may still be in flight.
-    parts = tuple(x.wait() if hasattr(x, "wait") else x for x in (x.to_local() for x in (param, grad, *moments)))
-    return parts if _PLAIN.issuperset(map(type, parts)) else None
+    return parts if _are_plain(parts) else [x.wait() if hasattr(x, "wait") else x for x in parts]
 
 
 def _are_alike(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> bool:
@@ -268,9 +278,34 @@ def _goes_together(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Ten
     return is_one_layout and param.permute(order).is_contiguous()
 
 
-def _step_together(group: dict[str, Any], count: float, work: Sequence[Tensors]) -> None:
-    """Run torch's fused step number ``count`` for parameters of one device and dtype, each with its tensors."""
-    params, grads, exp_avgs, exp_avg_sqs = map(list, zip(*work, strict=True))
+def _which_are_small(parts: Columns) -> list[bool]:
+    """Return which parameters go together; those on a GPU that are not alike are left to torch, which refuses them."""
+    params = parts[0]
+    if _are_plain(*parts[:2]) and all(map(_is_on_gpu, params)) and _TOGETHER_IN.issuperset(map(_dtype, params)):
+        return [0 < elements <= MOST_TOGETHER for elements in map(Tensor.numel, params)]
+    return [_are_plain(four) and _goes_together(*four) for four in zip(*parts, strict=True)]
+
+
+def _calls(small: list[bool], counts: list[float], parts: Columns) -> Iterator[tuple[float, list[int], Columns]]:
+    """Yield the calls of torch's fused step: the number of the step, the parameters' places, and their columns."""
+    places, counts, *columns = _chosen(small, range(len(small)), counts, *parts)
+    facts = (counts, list(map(Tensor.get_device, columns[0])), list(map(_dtype, columns[0])))
+    if all(len(set(fact)) == 1 for fact in facts):
+        yield counts[0], places, columns
+        return
+    calls: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for member, call in enumerate(zip(*facts, strict=True)):
+        calls[call].append(member)
+    for (count, *_), members in calls.items():
+        its_places, *work = [[column[member] for member in members] for column in (places, *columns)]
+        yield count, its_places, work
+
+
+def _step_together(
+    group: dict[str, Any], count: float, params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+) -> None:  # fmt: skip
+    """Run torch's fused step number ``count`` for parameters of one device and dtype."""
     beta1, beta2 = map(float, group["betas"])
     # The step only reads its number, so that one is enough.
     step = torch.full((), count, dtype=torch.float32, device=params[0].device)
@@ -279,6 +314,29 @@ def _step_together(group: dict[str, Any], count: float, work: Sequence[Tensors])
         weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False, maximize=group["maximize"],
         grad_scale=None, found_inf=None,
     )  # fmt: skip
+
+
+def _step_each(group: dict[str, Any], work: Iterable[tuple[float, list[Tensor], list[Tensor]]]) -> None:
+    """Launch the kernel for each parameter; torch's own step serves those that no kernel serves.
+
+    Args:
+        group: their options.
+        work: the number of the step; the parameter, gradient, moments and step; shards of the first four.
+    """
+    launches: list[tuple[Plan, float, list[Tensor]]] = []
+    rest: list[list[Tensor]] = []
+    for count, whole, part in work:
+        is_plain = _are_plain(part)
+        plan = _plan_of(*part) if is_plain else None
+        if plan is not None:
+            launches.append((plan, count, part))
+        elif not is_plain or part[0].numel():
+            rest.append(whole)
+    if rest:
+        _fall_back(group, rest)
+    scalars = {count: scalars_of(group, count) for count in {count for _, count, _ in launches}}
+    for plan, count, part in launches:
+        _launch(plan, scalars[count], *part)
 
 
 def _plan_of(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Plan | None:
@@ -341,7 +399,7 @@ def scalars_of(group: dict[str, Any], step: float) -> tuple[float, ...]:
     )
 
 
-def _fall_back(group: dict[str, Any], rest: Sequence[tuple[Tensor, ...]]) -> None:
+def _fall_back(group: dict[str, Any], rest: Sequence[Sequence[Tensor]]) -> None:
     """Run torch's own step for each (parameter, gradient, moments, step); it also counts the steps."""
     for _ in rest:
         count_fallback(SPEC)
