@@ -36,7 +36,9 @@ BASE = {"base-h200.pack": ("H200", "measured"), "base-b200.pack": ("B200", "defa
 SMALL = "nano", "tile-small", "micro", "tile-medium", "mini", "tile-large"
 # Of linear layers by 8-bit floats, at the sizes of nine models.
 OF_FP8 = {"fp8-h200.pack": ("H200", "measured"), "fp8-b200.pack": ("B200", "predicted")}
-PACKS = MODELS | OTHERS | OF_H100 | OF_ENGINE | BASE | OF_FP8
+# Of transformers' `generate`, for 1, 8 and 64 sequences of 21 models.
+OF_DECODE = {"decode-h200.pack": ("H200", "measured")}
+PACKS = MODELS | OTHERS | OF_H100 | OF_ENGINE | BASE | OF_FP8 | OF_DECODE
 # Kernels of which a pack has records that are not of its kind: no run has come to them yet. They are predicted or
 # defaults, and say so.
 OTHERWISE = {
@@ -45,6 +47,8 @@ OTHERWISE = {
         "fused_add_rms_norm_to_forward", "rope_to", "qk_norm_rope_to_forward", "qk_norm_rope_to_backward",
         "qk_norm_rope_general_to_forward", "qk_norm_rope_general_to_backward",
     },
+    # The run's time was over.
+    "decode-h200.pack": {"skinny_linear"},
     "gpt2-h200.pack": {"narrow_block", "narrow_linear", "lay_out", "sample"},
     # The smallest sizes' logits were tuned.
     "engine-h200.pack": {
@@ -181,6 +185,13 @@ def test_a_model_in_no_pack_has_four_fifths_of_its_launches_in_the_packs_of_a_gp
 def test_the_engine_compiles_nothing(model, more, gpu):
     found = preflight.preflight(model, gpu=gpu, engine=True, decode=[1, 8], **more)
     assert not found.missing, found.share
+
+
+@pytest.mark.parametrize("model", ["qwen3-0.6b", "llama-3.2-1b", "qwen2.5-7b", "gemma-3-4b"])
+def test_tokens_of_small_models_have_their_records(model):
+    """Without, attention and products of `generate` are torch's."""
+    found = preflight.preflight(model, gpu="H200", tokens=[4096], decode=[1, 8, 64])
+    assert found.share.percent == 100, found.share
 
 
 def test_no_predicted_winner_spills():
