@@ -46,8 +46,8 @@ class Fp8Products(Products):
 
     def key_of(self, x: Tensor, weights: Any) -> Any:
         """Return what learns, and whether weights were rounded before."""
-        learning = tuple(weight is not None and weight.requires_grad for weight in weights)
-        return x.requires_grad, learning, *map(type, weights)
+        learning = [weight is not None and weight.requires_grad for weight in weights]
+        return x.requires_grad, *learning, *map(type, weights)
 
     def plans_of(self, x: Tensor, weights: Any, activation: str, dtype: torch.dtype) -> Any:
         """Return the plans of the MLP of a layer with the input x; None if a kernel of one of its parts is missing."""

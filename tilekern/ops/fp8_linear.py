@@ -233,13 +233,12 @@ def _whole(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 def memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, room: Room | None = None) -> Tensor:
     """Return memory for an array, that of one before if there is room of this kind."""
-    key = shape, dtype
-    made = None if room is None else room.get(key)
+    made = None if room is None else room.get((shape, dtype))
     if made is None:
         # This takes half the time of new_empty.
         made = torch.empty_strided(shape, _strides(shape), dtype=dtype, device=device)
         if room is not None:
-            room[key] = made
+            room[shape, dtype] = made
     return made
 
 
