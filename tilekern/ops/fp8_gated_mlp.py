@@ -197,8 +197,8 @@ def mlp_backward(
     *gradients, y = _gated(BACKWARD, activation, of_rows[1:], dy, gate, up)
     del dy, gate, up
     if of_weights[2]:
-        of_y = turned(*y, dtype, of_inner[1], of_turned)
-        ddown = multiplied(turned(*slopes, dtype, of_hidden[0]), of_y, dtype, over_rows=True)
+        down = turned(*slopes, dtype, of_hidden[0])
+        ddown = multiplied(down, turned(*y, dtype, of_inner[1], of_turned), dtype, over_rows=True)
     del y, slopes
     dx, across, found = None, None, list[Tensor | None]()
     for n, of_gate in enumerate(gradients):
