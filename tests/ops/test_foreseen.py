@@ -7,12 +7,14 @@ import torch
 
 import tilekern
 from tilekern.kernels.fp8.product import SPEC as PRODUCT
+from tilekern.kernels.fp8.rows import SPEC as ROWS
 from tilekern.ops import foreseen
 from tilekern.ops.fp8_block_linear import fp8_block_linears
 from tilekern.ops.fp8_gated_mlp import fp8_gated_mlp
 from tilekern.ops.fp8_linear import fp8_linears
 from tilekern.ops.mxfp8_linear import mxfp8_linears
 from tilekern.runtime import dispatch
+from tilekern.runtime.plans import Plan
 from tilekern.spec.targets import resolve
 
 SHAPES = {"x": (96, 128), "gate": (256, 128), "up": (256, 128), "down": (128, 256), "bias": (256,)}
@@ -108,6 +110,35 @@ def test_a_call_that_torch_has_is_no_miss_and_no_fallback(monkeypatch):
     dispatch.forget()
     before, x = tilekern.stats().get(PRODUCT.name, {}), torch.zeros(16, 16)
     sizes = (16, 16, 16, False, False, False, torch.bfloat16)
-    assert foreseen.written(PRODUCT, sizes, (x, x), lambda: (x,), dispensable=True) is None
+    assert foreseen.written(PRODUCT, sizes, (x, x), lambda: (x,), lambda *_: lambda a, b: (a @ b,))[0] is not x
     after = tilekern.stats()[PRODUCT.name]
     assert {name: n - before.get(name, 0) for name, n in after.items() if n != before.get(name, 0)} == {"launches": 1}
+
+
+def test_a_plan_is_asked_for_once_on_a_gpu_until_plans_are_forgotten(monkeypatch):
+    found, launched = [], []
+
+    class Stub(Plan):
+        def __init__(self):
+            self.launches = 0
+
+        def launch(self, device, *arrays):
+            launched.append((device, *arrays))
+
+    monkeypatch.setattr(foreseen, "plan_for", lambda spec, _, *sizes: found.append((spec.name, *sizes)) or Stub())
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)
+    dispatch.forget()
+    x, y, scale = torch.zeros(16, 16), torch.zeros(16, 16), torch.zeros(16)
+    for _ in range(2):
+        assert foreseen.launch(ROWS, (16, 16, x.dtype), x, y, scale)
+        assert foreseen.written(ROWS, (16, 16, x.dtype), (x,), lambda: (y, scale)) == (y, scale)
+    assert launched == [(0, x, y, scale)] * 4
+    assert foreseen.launch(ROWS, (8, 16, x.dtype), x[:8], y, scale)
+    dispatch.forget()
+    assert foreseen.launch(ROWS, (16, 16, x.dtype), x, y, scale)
+    assert found == [("fp8_rows", rows, 16, x.dtype) for rows in (16, 8, 16)]
+    monkeypatch.setattr(foreseen, "plan_for", lambda *_: None)
+    dispatch.forget()
+    before = tilekern.stats()["fp8_rows"]["fallbacks"]
+    assert not foreseen.launch(ROWS, (16, 16, x.dtype), x, y, scale)
+    assert tilekern.stats()["fp8_rows"]["fallbacks"] == before + 1

@@ -15,10 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tilekern
 from tilekern.kernels.fp8.scales import scaled_rows
-from tilekern.ops.fp8_block_linear import fp8_block_linear
-from tilekern.ops.fp8_linear import fp8_linear, fp8_linears
+from tilekern.ops.fp8_block_linear import fp8_block_linear, fp8_block_linears
+from tilekern.ops.fp8_linear import fp8_linear, fp8_linears, vectors
 from tilekern.ops.kept import tell_kept
-from tilekern.ops.mxfp8_linear import mxfp8_linear
+from tilekern.ops.mxfp8_linear import mxfp8_linear, mxfp8_linears
 from tilekern.ops.rounded_weight import RoundedWeight
 
 # What rounding two operands to 4 significant bits leaves of a product's norm: 2^-5 / sqrt(3) for each, and a margin.
@@ -356,7 +356,7 @@ def roundings(monkeypatch):
     """Count the matrices that are rounded."""
     module, found = sys.modules["tilekern.ops.fp8_linear"], []
     original = module.rounded
-    monkeypatch.setattr(module, "rounded", lambda x: found.append(x.shape) or original(x))
+    monkeypatch.setattr(module, "rounded", lambda x, *memory: found.append(x.shape) or original(x, *memory))
     return found
 
 
@@ -431,3 +431,41 @@ def test_inputs_are_pickled_and_copied_as_before():
     y = torch.empty(80, 64).normal_()
     fp8_linear(y, layers[0][0].float())
     assert not vars(y)
+
+
+@pytest.mark.parametrize("op", [fp8_linears, fp8_block_linears, mxfp8_linears])
+@pytest.mark.parametrize("interpreted", ["0", "1"])
+def test_layers_of_one_shape_write_the_same_memory_again_and_none_reads_another_s_numbers(
+    op, interpreted, monkeypatch
+):  # fmt: skip
+    """All matrices are square, so that each has the shape of all others."""
+    monkeypatch.setenv("TILEKERN_INTERPRET", interpreted)
+    x, layers = leaves(128, 128, (128, 128, 128))
+    weights = [weight for weight, _ in layers]
+    slopes = [torch.randn(2, 64, 128, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(3)]
+    memory, rooms = sys.modules["tilekern.ops.fp8_linear"].memory, []
+
+    def noted(shape, dtype, device, room=None):
+        made = memory(shape, dtype, device, room)
+        rooms.append((id(room), shape, dtype, made.data_ptr())) if room is not None else None
+        return made
+
+    for name in ("fp8_linear", "fp8_block_linear", "mxfp8_linear"):
+        monkeypatch.setattr(f"tilekern.ops.{name}.memory", noted, raising=False)
+    results = op(x, layers)
+    found = torch.autograd.grad(results, weights, slopes)
+    assert len(set(rooms)) < len(rooms)
+    for weight, y, gradient, slope in zip(weights, results, found, slopes, strict=True):
+        (apart,) = op(x, [(weight, None)])
+        assert torch.equal(apart, y)
+        assert torch.equal(torch.autograd.grad(apart, weight, slope)[0], gradient)
+
+
+@pytest.mark.parametrize("sizes", [(64, 128), (65, 1, 0, 100), (3,)])
+def test_vectors_of_one_memory_are_aligned_and_apart(sizes):
+    found = vectors(torch.zeros(1), *sizes)
+    for n, vector in enumerate(found):
+        vector.fill_(n)
+    assert [len(vector) for vector in found] == list(sizes)
+    assert all((vector == n).all() for n, vector in enumerate(found))
+    assert not any((vector.data_ptr() - found[0].data_ptr()) % 256 for vector in found if len(vector))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,16 +26,19 @@ from tilekern.runtime.dispatch import (
     traced_target,
     tuned_plan_for,
 )
-from tilekern.runtime.plans import LibraryPlan
-from tilekern.spec import KernelSpec
+from tilekern.runtime.plans import LibraryPlan, Plan
+from tilekern.spec import Config, KernelSpec
 from tilekern.spec.targets import Target, here
 
 # A kernel and its problem's sizes.
 Asked = tuple[KernelSpec, tuple[Any, ...]]
+# Of a library: takes a kernel's inputs, returns its outputs.
+Call = Callable[..., tuple[Tensor, ...]]
 # While a thread notes: what it has noted, and the GPU that it is for.
 _noting = threading.local()
 _gpu = functools.cache(here)
 _known: dict[Any, bool] = memo()
+_plans: dict[Any, Plan] = memo()
 
 
 def target_of(x: Tensor) -> Target | None:
@@ -45,10 +48,31 @@ def target_of(x: Tensor) -> Target | None:
     return getattr(_noting, "target", None) or traced_target() if x.is_meta else None
 
 
+def launch(spec: KernelSpec, dimensions: tuple[Any, ...], *arrays: Any) -> bool:
+    """Launch a kernel that no library replaces; return False, counted, if torch must compute its outputs.
+
+    Args:
+        spec: the kernel.
+        dimensions: the values of its problem, in their order.
+        arrays: its inputs, the first a tensor, and its outputs.
+    """
+    device = arrays[0].get_device()
+    plan = _plans.get((spec.name, device, dimensions)) or _plan_of(spec, dimensions, arrays[0])
+    if plan is None:
+        return False
+    try:
+        plan.launch(device, *arrays)
+    except NoVariant as error:
+        refused(spec, error)
+        count_fallback(spec)
+        return False
+    return True
+
+
 def written(
-    spec: KernelSpec, dimensions: Sequence[Any], given: Sequence[Any], allocate: Callable[[], Sequence[Tensor]], *,
-    dispensable: bool = False,
-) -> Sequence[Tensor] | None:  # fmt: skip
+    spec: KernelSpec, dimensions: tuple[Any, ...], given: tuple[Any, ...], allocate: Callable[[], tuple[Tensor, ...]],
+    fast: Callable[[tuple[Any, ...], Tensor], Call | None] | None = None,
+) -> tuple[Tensor, ...] | None:  # fmt: skip
     """Return a kernel's outputs, of memory that ``allocate`` makes, or a library's; None, counted, if torch computes.
 
     Args:
@@ -56,29 +80,56 @@ def written(
         dimensions: the values of its problem, in their order.
         given: its inputs, the first a tensor.
         allocate: returns its outputs, in their order.
-        dispensable: whether torch has one fast call for it, which runs unless a measurement says that a kernel is
-            faster.
+        fast: takes the dimensions and the first input; returns torch's one fast call for them, if it has one. That runs
+            unless a measurement says that a kernel is faster.
     """
-    noted: list[Asked] | None = getattr(_noting, "noted", None)
-    if noted is not None:
-        if not dispensable:
-            noted.append((spec, tuple(dimensions)))
-        return allocate()
-    plan = (tuned_plan_for if dispensable else plan_for)(spec, given[0].device, *dimensions)
-    if dispensable and (plan is None or isinstance(plan, LibraryPlan)):
-        counters(spec.name).past_launches += 1
+    device = given[0].get_device()
+    plan = _plans.get((spec.name, device, dimensions)) or _plan_of(spec, dimensions, given[0], fast)
+    if plan is None:
         return None
-    if plan is not None:
-        try:
-            return plan.run(given[0].get_device(), tuple(given), lambda: tuple(allocate()))
-        except NoVariant as error:
-            refused(spec, error)
+    try:
+        return plan.run(device, given, allocate)
+    except NoVariant as error:
+        refused(spec, error)
     count_fallback(spec)
     return None
 
 
+class _Noted(Plan):
+    """The plan of a kernel that is noted: it launches nothing."""
+
+    def __init__(self) -> None:
+        pass
+
+    def launch(self, device: int, *arguments: Any) -> None:
+        """Do nothing."""
+
+
+_NOTED = _Noted()
+
+
+def _plan_of(spec: KernelSpec, dimensions: tuple[Any, ...], x: Tensor, fast: Any = None) -> Plan | None:
+    """Return the plan of a call of :func:`written`, and keep it; None, counted, if there is none."""
+    call: Call | None = None if fast is None else fast(dimensions, x)
+    noted: list[Asked] | None = getattr(_noting, "noted", None)
+    if noted is not None:
+        if call is None:
+            noted.append((spec, dimensions))
+        return _NOTED
+    plan = (plan_for if call is None else tuned_plan_for)(spec, x.device, *dimensions)
+    if call is not None and (plan is None or isinstance(plan, LibraryPlan)):
+        plan = LibraryPlan(call, Config())
+        counters(spec.name).add(plan)
+    if plan is None:
+        count_fallback(spec)
+    elif x.get_device() >= 0:  # on the CPU the answer depends on the environment
+        keep(_plans, (spec.name, x.get_device(), dimensions), plan)
+    return plan
+
+
 def asked(run: Callable[..., Any], *given: Any, target: Target | None = None) -> list[Asked]:
-    """Return what a call cannot dispense with, nor its backward for inputs that want gradients, of :func:`written`.
+    """Return what a call cannot dispense with, nor its backward for inputs that want gradients, of :func:`written` or
+    :func:`launch`.
 
     Args:
         run: returns a tensor or several.

@@ -17,7 +17,6 @@ The rest is as in :mod:`tilekern.ops.fp8_linear`: layers that share ``x``, autoc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +26,21 @@ from tilekern.kernels.fp8.block_product import block_product
 from tilekern.kernels.fp8.block_scales import SIDE, block_rows, block_squares, whole
 from tilekern.kernels.fp8.blocks import SPEC as BLOCKS
 from tilekern.kernels.fp8.weight_blocks import SPEC as WEIGHT
-from tilekern.ops.foreseen import written
-from tilekern.ops.fp8_linear import E4M3, Format, Gradients, Layer, Rounded, gradients, launched, layers_of, linears
+from tilekern.ops.foreseen import launch
+from tilekern.ops.fp8_linear import (
+    E4M3,
+    Format,
+    Gradients,
+    Layer,
+    Needs,
+    Room,
+    Rounded,
+    gradients,
+    launched,
+    linears,
+    memory,
+    narrowed,
+)
 from tilekern.ops.registration import as_rows, uncast
 from tilekern.spec import cdiv
 
@@ -58,27 +70,31 @@ def fp8_block_linears(x: Tensor, layers: Sequence[Layer]) -> tuple[Tensor, ...]:
     return linears(BLOCKWISE, x, layers)
 
 
-def blocked(x: Tensor, *, both: bool) -> tuple[Rounded, Rounded | None]:
+def blocked(
+    x: Tensor, *, both: bool, along: Room | None = None, down: Room | None = None
+) -> tuple[Rounded, Rounded | None]:
     """Return a matrix [rows, columns] in e4m3 with its scales [columns / 128, rows].
 
-    If ``both``, also its transpose [columns, rows] with scales [rows / 128, columns], rounded from ``x`` too.
+    If ``both``, also its transpose [columns, rows] with scales [rows / 128, columns], rounded from ``x`` too. ``along``
+    and ``down`` have memory for the two.
     """
     rows, columns = x.shape
+    # Rows of turned matrices, and of scales, are stored as whole 16 bytes, as TMA writes and reads them.
+    y, scale = _memory(x, rows, columns, along)
+    if not both:
+        is_launched = launch(BLOCKS, (rows, columns, False, x.dtype), x, y, scale)
+        return (y, narrowed(scale, rows)) if is_launched else _by_torch(x), None
+    turned, across = _memory(x, columns, whole(rows), down)
+    if not launch(BLOCKS, (rows, columns, True, x.dtype), x, y, scale, turned, across):
+        return _by_torch(x), _by_torch(x.t())
+    return (y, narrowed(scale, rows)), (narrowed(turned, rows), narrowed(across, columns))
 
-    def allocate() -> Sequence[Tensor]:
-        # Rows of turned matrices, and of scales, are stored as whole 16 bytes, as TMA writes and reads them.
-        return (*_empty(x, rows, columns), *(_empty(x, columns, whole(rows)) if both else ()))
 
-    made = written(BLOCKS, (rows, columns, both, x.dtype), (x,), allocate)
-    if made is None:
-        return _by_torch(x), _by_torch(x.t()) if both else None
-    return (made[0], made[1][:, :rows]), (made[2][:, :rows], made[3][:, :columns]) if both else None
-
-
-def _empty(x: Tensor, rows: int, columns: int) -> Rounded:
+def _memory(x: Tensor, rows: int, columns: int, room: Room | None) -> Rounded:
     """Return memory for numbers, and for the scales of their rows."""
-    numbers = torch.empty((rows, columns), dtype=E4M3, device=x.device)
-    return numbers, torch.empty((cdiv(columns, SIDE), whole(rows)), dtype=torch.float32, device=x.device)
+    device = x.device
+    scale = memory((cdiv(columns, SIDE), whole(rows)), torch.float32, device, room)
+    return memory((rows, columns), E4M3, device, room), scale
 
 
 def _by_torch(x: Tensor) -> Rounded:
@@ -86,20 +102,16 @@ def _by_torch(x: Tensor) -> Rounded:
     return numbers, scale[:, : x.shape[0]]
 
 
-def squared(weight: Tensor, *, turned: bool) -> Rounded:
+def squared(weight: Tensor, *, turned: bool, room: Room | None = None) -> Rounded:
     """Return a weight [rows, columns], or its transpose, in e4m3, with the scales of its 128 x 128 blocks."""
-    rows, columns = weight.shape
-    down, across = cdiv(rows, SIDE), cdiv(columns, SIDE)
-    shapes = ((columns, whole(rows)), (across, down)) if turned else ((rows, columns), (down, across))
-
-    def allocate() -> Rounded:
-        return weight.new_empty(shapes[0], dtype=E4M3), weight.new_empty(shapes[1], dtype=torch.float32)
-
-    made = written(WEIGHT, (rows, columns, turned, weight.dtype), (weight,), allocate)
-    if made is not None:
-        return (made[0][:, :rows] if turned else made[0]), made[1]
-    numbers, scale = block_squares(weight)
-    return (numbers.t().contiguous(), scale.t().contiguous()) if turned else (numbers, scale)
+    (rows, columns), device = weight.shape, weight.device
+    sides, stored = (columns, rows) if turned else (rows, columns), whole(rows) if turned else columns
+    y = memory((sides[0], stored), E4M3, device, room)
+    scale = memory((cdiv(sides[0], SIDE), cdiv(sides[1], SIDE)), torch.float32, device, room)
+    if launch(WEIGHT, (rows, columns, turned, weight.dtype), weight, y, scale):
+        return narrowed(y, sides[1]), scale
+    y, scale = block_squares(weight)
+    return (y.t().contiguous(), scale.t().contiguous()) if turned else (y, scale)
 
 
 def multiplied(
@@ -121,22 +133,26 @@ def multiplied(
 
 
 def _forward(
-    needs: Sequence[bool], x: Tensor, parameters: Sequence[Any], **_: bool
+    needs: Needs, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], **_: bool
 ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    along, across = blocked(as_rows(x), both=any(needs[1::2]))
-    layers = layers_of(parameters)
-    made = [multiplied(along, squared(as_rows(weight), turned=False), x.dtype, bias) for weight, bias in layers]
+    (along, across), made, room = blocked(as_rows(x), both=any(needs.weights)), [], Room()
+    for weight, bias in zip(weights, biases, strict=True):
+        of_weight = squared(as_rows(weight), turned=False, room=room)
+        made.append(multiplied(along, of_weight, x.dtype, bias))
     return made, across or ()
 
 
 def _backward(
-    needs: Sequence[bool], given: Sequence[Tensor | None], kept: Sequence[Tensor], weights: Sequence[Tensor],
-    dtype: torch.dtype,
-) -> list[Tensor | None]:  # fmt: skip
-    def of_layer(n: int, dy: Tensor, dx: Tensor | None, of_weight: bool) -> Gradients:
-        along, down = blocked(dy, both=of_weight)
-        if needs[0]:
-            dx = multiplied(along, squared(as_rows(weights[n]), turned=True), dtype, addend=dx)
+    needs: Needs, given: Sequence[Tensor | None], kept: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype
+) -> Gradients:
+    # Of gradients, turned gradients and weights; a layer's are read before the next layer's are written.
+    rooms = Room(), Room(), Room()
+
+    def of_layer(n: int, dy: Tensor, dx: Tensor | None, of_weight: bool) -> tuple[Tensor | None, Tensor | None]:
+        along, down = blocked(dy, both=of_weight, along=rooms[0], down=rooms[1])
+        if needs.rows:
+            weight = squared(as_rows(weights[n]), turned=True, room=rooms[2])
+            dx = multiplied(along, weight, dtype, addend=dx)
         return dx, None if down is None else multiplied(down, (kept[0], kept[1]), dtype, over_rows=True)
 
     return gradients(needs, given, of_layer)

@@ -17,21 +17,24 @@ from torch import Tensor
 from tilekern.kernels.fp8.gated import BACKWARD, FORWARD
 from tilekern.kernels.fp8.product import SPEC as PRODUCT
 from tilekern.kernels.fp8.scales import scaled_rows
-from tilekern.ops.foreseen import written
+from tilekern.ops.foreseen import launch
 from tilekern.ops.fp8_linear import (
     E4M3,
     ROWWISE,
+    Room,
     Rounded,
     fp8_linear,
     fp8_linears,
     kept_input,
     kept_weight,
+    memory,
     multiplied,
     read_again,
     rounded,
     rounded_input,
     rounded_weight,
     turned,
+    vectors,
     why_no_plans,
     why_not,
 )
@@ -119,29 +122,31 @@ def _plain(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, activation: str) -
 
 def mlp_forward(x: Tensor, weights: Sequence[Tensor], activation: str) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the rows of the result, and what gradients read beside weights."""
-    numbers, made, scales = rounded_input(x), [], []
-    for weight in weights[:2]:
-        of_weight = rounded_weight(weight)
+    made, scales, room = [], [], Room()
+    inner, hidden = weights[0].shape
+    of_x, of_gate, *of_weights = vectors(x, *[x.numel() // hidden] * 2, inner, inner, weights[2].shape[0])
+    numbers = rounded_input(x, of_x)
+    for weight, scale in zip(weights[:2], of_weights, strict=False):
+        of_weight = rounded_weight(weight, scale, room)
         scales.append(of_weight[1])
         made.append(multiplied(numbers, of_weight, x.dtype))
-    (of_gate,) = _gated(FORWARD, activation, *made)
-    of_weight = rounded_weight(weights[2])
-    return multiplied(of_gate, of_weight, x.dtype), (*made, *scales, of_weight[1], *kept_input(x, numbers))
+    room.clear()
+    (active,) = _gated(FORWARD, activation, (of_gate,), *made)
+    of_weight = rounded_weight(weights[2], of_weights[2])
+    return multiplied(active, of_weight, x.dtype), (*made, *scales, of_weight[1], *kept_input(x, numbers))
 
 
-def _gated(spec: KernelSpec, activation: str, *given: Tensor) -> list[Rounded]:
-    """Return a gate's results, or its gradients and its results: e4m3 numbers [rows, columns] and scales [rows]."""
-    like, count = given[0], 1 if spec is FORWARD else 3
+def _gated(spec: KernelSpec, activation: str, scales: Sequence[Tensor], *given: Tensor) -> list[Rounded]:
+    """Return a gate's results, or its gradients and its results: e4m3 numbers [rows, columns] and scales [rows].
+
+    ``scales``: memory for these.
+    """
+    (rows, columns), dtype = given[0].shape, given[0].dtype
     gelu, tanh, _ = _ACTIVATIONS[activation]
-
-    def allocate() -> list[Tensor]:
-        numbers = [like.new_empty(like.shape, dtype=E4M3) for _ in range(count)]
-        return numbers + [like.new_empty(like.shape[:1], dtype=torch.float32) for _ in range(count)]
-
-    made = written(spec, (*like.shape, like.dtype, gelu, tanh), given, allocate)
-    if made is None:
-        return [scaled_rows(x) for x in _by_torch(activation, *given)]
-    return list(zip(made[:count], made[count:], strict=True))
+    numbers = [memory((rows, columns), E4M3, given[0].device) for _ in scales]
+    if launch(spec, (rows, columns, dtype, gelu, tanh), *given, *numbers, *scales):
+        return list(zip(numbers, scales, strict=True))
+    return [scaled_rows(x) for x in _by_torch(activation, *given)]
 
 
 def _by_torch(activation: str, *given: Tensor) -> tuple[Tensor, ...]:
@@ -177,26 +182,32 @@ def mlp_backward(
     gate, up, *rest = given
     scales, kept = rest[:3], rest[3:]
     of_x, *of_weights = needs
-    dtype = gate.dtype
+    dtype, (rows, inner), hidden = gate.dtype, gate.shape, slope.shape[-1]
+    made = vectors(gate, *[rows] * 4, *[inner] * 4, *[hidden] * 4)
+    of_rows, of_inner, of_hidden = made[:4], made[4:8], made[8:]
+    # Of turned gradients and weights, which a product has read before the next are written.
+    of_turned, of_weight = Room(), Room()
 
-    def turned_weight(n: int) -> Rounded:
-        return turned(as_rows(weights[n]), scales[n], dtype)
+    def turned_weight(n: int, common: Tensor, room: Room | None = None) -> Rounded:
+        return turned(as_rows(weights[n]), scales[n], dtype, common, room)
 
-    slopes = rounded(as_rows(slope))
+    slopes = rounded(as_rows(slope), of_rows[0])
     ddown = None
-    dy = multiplied(slopes, turned_weight(2), dtype)
-    *gradients, y = _gated(BACKWARD, activation, dy, gate, up)
+    dy = multiplied(slopes, turned_weight(2, of_inner[0]), dtype)
+    *gradients, y = _gated(BACKWARD, activation, of_rows[1:], dy, gate, up)
     del dy, gate, up
     if of_weights[2]:
-        ddown = multiplied(turned(*slopes, dtype), turned(*y, dtype), dtype, over_rows=True)
+        down = turned(*slopes, dtype, of_hidden[0])
+        ddown = multiplied(down, turned(*y, dtype, of_inner[1], of_turned), dtype, over_rows=True)
     del y, slopes
     dx, across, found = None, None, list[Tensor | None]()
     for n, of_gate in enumerate(gradients):
         if of_x:
-            dx = multiplied(of_gate, turned_weight(n), dtype, addend=dx)
+            dx = multiplied(of_gate, turned_weight(n, of_hidden[1 + n], of_weight), dtype, addend=dx)
         if of_weights[n]:
-            across = turned(*read_again(kept), dtype) if across is None else across
-            found.append(multiplied(turned(*of_gate, dtype), across, dtype, over_rows=True))
+            across = across or turned(*read_again(kept), dtype, of_hidden[3])
+            down = turned(*of_gate, dtype, of_inner[2 + n], of_turned)
+            found.append(multiplied(down, across, dtype, over_rows=True))
         else:
             found.append(None)
     return [dx, *found, ddown]

@@ -16,7 +16,7 @@ from tilekern.ops import geglu, swiglu  # noqa: F401 (declared)
 from tilekern.ops.fp8_block_linear import BLOCKWISE as BLOCKS
 from tilekern.ops.fp8_gated_mlp import call, mlp_backward, mlp_forward
 from tilekern.ops.fp8_linear import ROWWISE as ROWS
-from tilekern.ops.fp8_linear import Format, kept_weight, why_never, why_no_plans, why_not
+from tilekern.ops.fp8_linear import Format, Needs, kept_weight, why_never, why_no_plans, why_not
 from tilekern.ops.kept import are_packed
 from tilekern.ops.layer_products import Adapters, Products, Some, Wanted
 from tilekern.ops.mxfp8_linear import MX
@@ -46,8 +46,8 @@ class Fp8Products(Products):
 
     def key_of(self, x: Tensor, weights: Any) -> Any:
         """Return what learns, and whether weights were rounded before."""
-        learning = tuple(weight is not None and weight.requires_grad for weight in weights)
-        return x.requires_grad, learning, *map(type, weights)
+        learning = [weight is not None and weight.requires_grad for weight in weights]
+        return x.requires_grad, *learning, *map(type, weights)
 
     def plans_of(self, x: Tensor, weights: Any, activation: str, dtype: torch.dtype) -> Any:
         """Return the plans of the MLP of a layer with the input x; None if a kernel of one of its parts is missing."""
@@ -58,8 +58,9 @@ class Fp8Products(Products):
         matrices = *weights[1:4], weights.out, *weights[-3:]
         if why_not(first, graded, matrices) or why_not(out, True, matrices):
             return None
+        parameters = (part for pair in zip(weights[1:4], weights[4:7], strict=True) for part in pair)
         calls = [
-            (self.how.op, self.how.run(graded), first, *_paired(weights[1:4], weights[4:7])),
+            (self.how.op, self.how.run(graded), first, *parameters),
             self._linears(out, weights.out, None), *self._calls_of_mlp(later, weights[-3:], activation),
         ]  # fmt: skip
         if any(why_no_plans(*each) for each in calls):
@@ -82,16 +83,13 @@ class Fp8Products(Products):
         self, wanted: Wanted, rows: Tensor, weights: Sequence[Tensor], biases: Some, adapters: Adapters,
         *, is_kept: bool = False,
     ) -> tuple[Sequence[Tensor], Some]:  # fmt: skip
-        needs = wanted.rows, *_paired(wanted.weights, wanted.biases)
-        return self.how.forward(needs, rows, _paired(weights, biases), reads_again=is_kept and not are_packed())
+        return self.how.forward(_needs(wanted), rows, weights, biases, reads_again=is_kept and not are_packed())
 
     def linears_backward(
         self, wanted: Wanted, slopes: Sequence[Tensor], kept: Any, weights: Sequence[Tensor], adapters: Adapters,
         dtype: torch.dtype, rows_dtype: torch.dtype, rows: Any = None,
     ) -> tuple[Tensor | None, Some, Some, Some]:  # fmt: skip
-        needs = wanted.rows, *_paired(wanted.weights, wanted.biases)
-        drows, *found = self.how.backward(needs, slopes, kept, weights, dtype)
-        return drows, found[::2], found[1::2], ()
+        return *self.how.backward(_needs(wanted), slopes, kept, weights, dtype), ()
 
     def mlp(
         self, plans: Any, wanted: Wanted, rows: Tensor, weights: Sequence[Tensor], adapters: Adapters, activation: str
@@ -143,8 +141,8 @@ class RowwiseProducts(Fp8Products):
         return tuple(mlp_backward((wanted.rows, *wanted.weights), slope, kept, weights, activation))
 
 
-def _paired(one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
-    return [part for pair in zip(one, other, strict=True) for part in pair]
+def _needs(wanted: Wanted) -> Needs:
+    return Needs(wanted.rows, wanted.weights, wanted.biases)
 
 
 def _halves(wanted: Wanted) -> tuple[Wanted, Wanted]:

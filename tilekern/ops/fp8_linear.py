@@ -22,6 +22,8 @@ torch's linear layer runs.
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -40,7 +42,7 @@ from tilekern.kernels.fp8.turned import pitch_of
 from tilekern.kernels.matmul.product import MOST_ELEMENTS
 from tilekern.kernels.skinny.tiles import MOST_ROWS
 from tilekern.ops import cublaslt
-from tilekern.ops.foreseen import have_plans, target_of, written
+from tilekern.ops.foreseen import Call, have_plans, launch, target_of, written
 from tilekern.ops.kept import is_kept
 from tilekern.ops.linear import product
 from tilekern.ops.registration import (
@@ -56,7 +58,7 @@ from tilekern.ops.registration import (
 )
 from tilekern.ops.rounded_weight import RoundedWeight
 from tilekern.runtime.dispatch import count_fallback, is_invariant
-from tilekern.spec import KernelSpec
+from tilekern.spec import KernelSpec, cdiv
 
 E4M3 = torch.float8_e4m3fn
 # Why products run in the dtype of x on a GPU: by torch's operations, rounding would take longer than they save.
@@ -65,39 +67,48 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 Layer = tuple[Tensor, Tensor | None]
 # A matrix [rows, columns] of e4m3, and its scales [rows].
 Rounded = tuple[Tensor, Tensor]
-# Of x, and of a layer's weight.
-Gradients = tuple[Tensor | None, Tensor | None]
+# Memory that later launches of a call write again, by shape and dtype.
+Room = dict[tuple[tuple[int, ...], torch.dtype], Tensor]
+# Of rows of x, of the layers' weights, and of their biases.
+Gradients = tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]
 # A thread's last input: a reference, when it was read, and its rounded numbers.
 _last = threading.local()
+
+
+class Needs(NamedTuple):
+    """Which gradients are wanted of layers that share their input: of that, and of each one's weight and bias."""
+
+    rows: bool
+    weights: Sequence[bool]
+    biases: Sequence[bool]
 
 
 class Format(NamedTuple):
     """How layers that share their input run in a format of 8-bit floats.
 
-    ``needs`` says whether gradients are wanted: of x, then of weight and bias of each layer.
-
     Attributes:
         op: the name of the op, for errors.
         product: the kernel by whose name calls of torch's layer are counted.
-        forward: needs, x, then weight and bias of each layer -> the rows of their results, and what gradients read
-            beside weights. ``reads_again=True``: this may be x itself.
-        backward: needs, the results' gradients (None for a result that nothing read), what the forward returned,
-            weights, and the dtype of x -> the gradients: of rows of x, then of weight and bias of each layer.
+        forward: :class:`Needs`, x, the layers' weights, and their biases -> the rows of their results, and what
+            gradients read beside weights. ``reads_again=True``: this may be x itself.
+        backward: :class:`Needs`, the results' gradients (None for a result that nothing read), what the forward
+            returned, weights, and the dtype of x -> the gradients: of rows of x, of weights, and of biases.
     """
 
     op: str
     product: KernelSpec
     forward: Callable[..., tuple[list[Tensor], tuple[Tensor, ...]]]
-    backward: Callable[..., list[Tensor | None]]
+    backward: Callable[..., Gradients]
 
     def graded(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
-        """Return the results of layers, with gradients."""
+        """Return the results of layers, of weight and bias of each, with gradients."""
         made: tuple[Tensor, ...] = _apply(self, x, *parameters)
         return made
 
     def plain(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
-        """Return the results of layers, without gradients."""
-        made, _ = self.forward((False,) * (1 + len(parameters)), x, parameters)
+        """Return the results of layers without gradients."""
+        weights, biases = parameters[::2], parameters[1::2]
+        made, _ = self.forward(Needs(False, (False,) * len(weights), ()), x, weights, biases)
         return tuple(shaped(y, *x.shape[:-1], y.shape[1]) for y in made)
 
     def run(self, graded: bool) -> Callable[..., tuple[Tensor, ...]]:
@@ -207,19 +218,49 @@ def layers_of(parameters: Sequence[Any]) -> list[Layer]:
     return list(zip(parameters[::2], parameters[1::2], strict=True))
 
 
-def rounded(x: Tensor) -> Rounded:
-    """Return the e4m3 numbers of a matrix [rows, columns], and its rows' scales [rows]."""
+def vectors(x: Tensor, *sizes: int) -> Sequence[Tensor]:
+    """Return vectors of float32 in one piece of memory: a view takes the host less time than memory of its own."""
+    whole = _whole(sizes)
+    made = torch.empty(sum(whole), dtype=torch.float32, device=x.device).split_with_sizes(whole)
+    return made if whole == sizes else [vector[:size] for vector, size in zip(made, sizes, strict=True)]
 
-    def allocate() -> Rounded:
+
+@functools.lru_cache(1024)
+def _whole(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return sizes of vectors that begin at whole 256 bytes, as :mod:`tilekern.ops.cublaslt` takes them."""
+    return tuple(cdiv(size, 64) * 64 for size in sizes)
+
+
+def memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, room: Room | None = None) -> Tensor:
+    """Return memory for an array, that of one before if there is room of this kind."""
+    made = None if room is None else room.get((shape, dtype))
+    if made is None:
         # This takes half the time of new_empty.
-        numbers = torch.empty_like(x, dtype=E4M3, memory_format=torch.contiguous_format)
-        return numbers, x.new_empty(x.shape[:1], dtype=torch.float32)
+        made = torch.empty_strided(shape, _strides(shape), dtype=dtype, device=device)
+        if room is not None:
+            room[shape, dtype] = made
+    return made
 
-    made = written(ROWS, (*x.shape, x.dtype), (x,), allocate)
-    return scaled_rows(x) if made is None else (made[0], made[1])
+
+@functools.lru_cache(1024)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[n + 1 :]) for n in range(len(shape)))
 
 
-def rounded_input(x: Tensor) -> Rounded:
+def narrowed(x: Tensor, columns: int) -> Tensor:
+    """Return the first columns of a matrix."""
+    return x if x.shape[1] == columns else x[:, :columns]
+
+
+def rounded(x: Tensor, scale: Tensor | None = None, room: Room | None = None) -> Rounded:
+    """Return the e4m3 numbers of a matrix [rows, columns], and its rows' scales [rows], in the memory that is given."""
+    (rows, columns), device = x.shape, x.device
+    numbers = memory((rows, columns), E4M3, device, room)
+    scale = memory((rows,), torch.float32, device, room) if scale is None else scale
+    return (numbers, scale) if launch(ROWS, (rows, columns, x.dtype), x, numbers, scale) else scaled_rows(x)
+
+
+def rounded_input(x: Tensor, scale: Tensor | None = None) -> Rounded:
     """Return :func:`rounded` of a layer's input [..., columns], once for all layers that get the same tensor.
 
     The numbers are held as long as the tensor lives, on the same stream and unwritten, until a thread's next input.
@@ -228,7 +269,7 @@ def rounded_input(x: Tensor) -> Rounded:
     held: tuple[Any, Any, Rounded] | None = getattr(_last, "held", None)
     if held is not None and moment is not None and held[0]() is x and held[1] == moment:
         return held[2]
-    made = rounded(as_rows(x))
+    made = rounded(as_rows(x), scale)
     _last.held = None if moment is None else (weakref.ref(x, _forget), moment, made)
     return made
 
@@ -252,21 +293,24 @@ def _moment(x: Tensor) -> tuple[int, int, bool] | None:
     return x._version, torch._C._cuda_getCurrentRawStream(x.get_device()), torch.cuda.is_current_stream_capturing()
 
 
-def turned(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Rounded:
+def turned(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, common: Tensor | None = None, room: Room | None = None
+) -> Rounded:
     """Return the transpose of a matrix, at the largest of its rows' scales.
 
     Args:
         x: [rows, columns]; e4m3 numbers, or numbers of ``dtype`` that are rounded to these scales first.
         scale: [rows].
         dtype: that of the matrix before it was rounded.
+        common: memory for the scales [columns].
+        room: memory for the numbers.
     """
-    rows, columns = x.shape
-
-    def allocate() -> Rounded:
-        return x.new_empty((columns, pitch_of(rows)), dtype=E4M3), x.new_empty((columns,), dtype=torch.float32)
-
-    made = written(TURNED, (rows, columns, x.dtype == E4M3, dtype), (x, scale), allocate)
-    return turned_rows(x, scale) if made is None else (made[0][:, :rows], made[1])
+    (rows, columns), pitch, device = x.shape, pitch_of(x.shape[0]), x.device
+    y = memory((columns, pitch), E4M3, device, room)
+    common = memory((columns,), torch.float32, device, room) if common is None else common
+    if not launch(TURNED, (rows, columns, x.dtype == E4M3, dtype), x, scale, y, common):
+        return turned_rows(x, scale)
+    return narrowed(y, rows), common
 
 
 def multiplied(
@@ -278,44 +322,62 @@ def multiplied(
     The result may have the memory of ``addend``. ``over_rows``: the sums are over tokens, as a weight's gradient.
     """
     (left, down), (right, across) = a, b
-    # Where ``scaled_product`` is one call of torch's library: it won 162 of 172 races on an H200.
-    fits = dtype == torch.bfloat16 and not any(side % 16 for side in right.shape)
-    is_fast = fits and (target := target_of(left)) is not None and target.has_scaled_products
-    c = launched(PRODUCT, left, right, down, across, dtype, bias, addend, over_rows=over_rows, dispensable=is_fast)
-    if c is None and is_fast and left.is_cuda:
-        flat = None if bias is None else bias.contiguous()
-        c = cublaslt.scaled_product(left, right, down, across, flat, addend)
-    if c is not None:
-        return c
-    with uncast(left.device.type):  # torch's operations may be products of float32
-        c = scaled_product(left, right, down, across, bias, dtype)
+    c = launched(PRODUCT, left, right, down, across, dtype, bias, addend, over_rows=over_rows, fast=_fast)
+    return _by_torch(left, right, down, across, bias, addend, dtype) if c is None else c
+
+
+def _fast(dimensions: tuple[Any, ...], a: Tensor) -> Call | None:
+    """Return the library's product where ``scaled_product`` is one call of it: it won 162 of 172 races on an H200."""
+    rows, inner, columns, over_rows, biased, accumulated, dtype = dimensions
+    fits = dtype == torch.bfloat16 and not (columns % 16 or (rows if over_rows else inner) % 16)
+    is_fast = fits and (target := target_of(a)) is not None and target.has_scaled_products
+    return functools.partial(_by_library, biased, accumulated) if is_fast else None
+
+
+def _by_library(
+    biased: bool, accumulated: bool, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, *more: Tensor
+) -> tuple[Tensor]:
+    bias, addend = more[0] if biased else None, more[-1] if accumulated else None
+    c = cublaslt.scaled_product(a, b, a_scale, b_scale, bias, addend) if a.is_cuda else None
+    return (_by_torch(a, b, a_scale, b_scale, bias, addend, torch.bfloat16) if c is None else c,)
+
+
+def _by_torch(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, addend: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    with uncast(a.device.type):  # torch's operations may be products of float32
+        c = scaled_product(a, b, a_scale, b_scale, bias, dtype)
     return c if addend is None else addend.add_(c)
 
 
 def launched(
     spec: KernelSpec, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, bias: Tensor | None,
-    addend: Tensor | None, *, over_rows: bool, dispensable: bool = False,
+    addend: Tensor | None, *, over_rows: bool, fast: Any = None,
 ) -> Tensor | None:  # fmt: skip
     """Return a format's product, computed by its kernel or library; None, counted, if torch must compute it.
 
-    ``dispensable`` is as in :func:`tilekern.ops.foreseen.written`.
+    ``fast`` is as in :func:`tilekern.ops.foreseen.written`.
     """
-    m, k = a.shape
+    (m, k), columns = a.shape, b.shape[0]
     rows, inner = (k, m) if over_rows else (m, k)
-    dimensions = rows, inner, b.shape[0], over_rows, bias is not None, addend is not None, dtype
-    more = () if bias is None else (bias.contiguous(),)
-    given = (a, b, a_scale, b_scale, *more, *(() if addend is None else (addend,)))
+    given: tuple[Tensor, ...] = a, b, a_scale, b_scale
+    if bias is not None:
+        given = *given, bias.contiguous()
+    if addend is not None:
+        given = *given, addend
 
     def allocate() -> tuple[Tensor]:
-        return (torch.empty((m, b.shape[0]), dtype=dtype, device=a.device) if addend is None else addend,)
+        return (memory((m, columns), dtype, a.device) if addend is None else addend,)
 
-    made = written(spec, dimensions, given, allocate, dispensable=dispensable)
+    dimensions = rows, inner, columns, over_rows, bias is not None, addend is not None, dtype
+    made = written(spec, dimensions, given, allocate, fast)
     return None if made is None else made[0]
 
 
-def rounded_weight(weight: Tensor) -> Rounded:
-    """Return the e4m3 numbers and scales of a weight, which may have been rounded before."""
-    return (weight.numbers, weight.scale) if type(weight) is RoundedWeight else rounded(as_rows(weight))
+def rounded_weight(weight: Tensor, scale: Tensor, room: Room | None = None) -> Rounded:
+    """Return the e4m3 numbers and scales of a weight, which may have been rounded before; else in some memory."""
+    return (weight.numbers, weight.scale) if type(weight) is RoundedWeight else rounded(as_rows(weight), scale, room)
 
 
 def kept_weight(weight: Any) -> Tensor:
@@ -335,52 +397,57 @@ def read_again(kept: Sequence[Tensor]) -> Rounded:
 
 
 def gradients(
-    needs: Sequence[bool], given: Sequence[Tensor | None],
-    of_layer: Callable[[int, Tensor, Tensor | None, bool], Gradients],
-) -> list[Tensor | None]:  # fmt: skip
+    needs: Needs, given: Sequence[Tensor | None],
+    of_layer: Callable[[int, Tensor, Tensor | None, bool], tuple[Tensor | None, Tensor | None]],
+) -> Gradients:  # fmt: skip
     """Return what a :class:`Format`'s backward returns.
 
     ``of_layer`` takes the number of a layer, the rows of its result's gradient, the gradient of x from layers before
     it, and whether its weight's is wanted. It returns the gradient of x with this layer's part, and the weight's.
     """
-    (of_x, *of_parameters), dx, found = needs, None, list[Tensor | None]()
-    for n, slope in enumerate(given):
-        if slope is None:
-            found += [None, None]
-            continue
-        dy, dweight, of_weight = as_rows(slope), None, of_parameters[2 * n]
-        if of_x or of_weight:
-            dx, dweight = of_layer(n, dy, dx, of_weight)
-        found += [dweight, dy.sum(0) if of_parameters[2 * n + 1] else None]
-    return [dx, *found]
+    dx, dweights, dbiases = None, list[Tensor | None](), list[Tensor | None]()
+    for n, (slope, of_weight, of_bias) in enumerate(zip(given, needs.weights, needs.biases, strict=True)):
+        dweight = dbias = None
+        if slope is not None:
+            dy = as_rows(slope)
+            if needs.rows or of_weight:
+                dx, dweight = of_layer(n, dy, dx, of_weight)
+            dbias = dy.sum(0) if of_bias else None
+        dweights.append(dweight)
+        dbiases.append(dbias)
+    return dx, dweights, dbiases
 
 
 def _forward(
-    needs: Sequence[bool], x: Tensor, parameters: Sequence[Any], *, reads_again: bool = False
+    needs: Needs, x: Tensor, weights: Sequence[Any], biases: Sequence[Tensor | None], *, reads_again: bool = False
 ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    numbers, made, scales = rounded_input(x), [], []
-    for weight, bias in layers_of(parameters):
-        of_weight = rounded_weight(weight)
+    rows, dtype, made, scales, room = x.numel() // x.shape[-1], x.dtype, [], [], Room()
+    scale, *of_weights = vectors(x, rows, *[weight.shape[0] for weight in weights])
+    numbers = rounded_input(x, scale)
+    for weight, bias, scale in zip(weights, biases, of_weights, strict=True):
+        of_weight = rounded_weight(weight, scale, room)
         scales.append(of_weight[1])
-        made.append(multiplied(numbers, of_weight, x.dtype, bias))
+        made.append(multiplied(numbers, of_weight, dtype, bias))
     kept = (x,) if reads_again else kept_input(x, numbers)
-    return made, (*(scales if needs[0] else ()), *(kept if any(needs[1::2]) else ()))
+    return made, (*(scales if needs.rows else ()), *(kept if any(needs.weights) else ()))
 
 
 def _backward(
-    needs: Sequence[bool], given: Sequence[Tensor | None], kept: Sequence[Tensor], weights: Sequence[Tensor],
-    dtype: torch.dtype,
-) -> list[Tensor | None]:  # fmt: skip
-    count, across = len(given) if needs[0] else 0, None
+    needs: Needs, given: Sequence[Tensor | None], kept: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype
+) -> Gradients:
+    (of_x, *_), across = needs, None
+    # Of gradients, weights and turned gradients; a layer's are read before the next layer's are written.
+    rooms = Room(), Room(), Room()
 
-    def of_layer(n: int, dy: Tensor, dx: Tensor | None, of_weight: bool) -> Gradients:
+    def of_layer(n: int, dy: Tensor, dx: Tensor | None, of_weight: bool) -> tuple[Tensor | None, Tensor | None]:
         nonlocal across
-        slopes, dweight = rounded(dy), None
-        if needs[0]:
-            dx = multiplied(slopes, turned(as_rows(weights[n]), kept[n], dtype), dtype, addend=dx)
+        slopes, dweight = rounded(dy, None, rooms[0]), None
+        if of_x:
+            weight = turned(as_rows(weights[n]), kept[n], dtype, None, rooms[1])
+            dx = multiplied(slopes, weight, dtype, addend=dx)
         if of_weight:
-            across = turned(*read_again(kept[count:]), dtype) if across is None else across
-            dweight = multiplied(turned(*slopes, dtype), across, dtype, over_rows=True)
+            across = across or turned(*read_again(kept[len(given) if of_x else 0 :]), dtype)
+            dweight = multiplied(turned(*slopes, dtype, None, rooms[2]), across, dtype, over_rows=True)
         return dx, dweight
 
     return gradients(needs, given, of_layer)
@@ -391,19 +458,21 @@ class _Linears(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, how: Format, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
-        ctx.call, ctx.shape, needs = (how, x.dtype), x.shape, ctx.needs_input_grad[1:]
-        made, kept = how.forward(needs, x, parameters)
-        ctx.save_for_backward(*kept, *(kept_weight(weight) if needs[0] else None for weight in parameters[::2]))
+        _, of_x, *of_parameters = ctx.needs_input_grad
+        ctx.call, ctx.shape = (how, x.dtype, Needs(of_x, of_parameters[::2], of_parameters[1::2])), x.shape
+        weights = parameters[::2]
+        made, kept = how.forward(ctx.call[2], x, weights, parameters[1::2])
+        ctx.save_for_backward(*kept, *(kept_weight(weight) if of_x else None for weight in weights))
         ctx.set_materialize_grads(False)
         return tuple(shaped(y, *x.shape[:-1], y.shape[1]) for y in made)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved, (how, dtype) = ctx.saved_tensors, ctx.call
+        saved, (how, dtype, needs) = ctx.saved_tensors, ctx.call
         kept, weights = saved[: -len(given)], saved[-len(given) :]
-        dx, *found = how.backward(ctx.needs_input_grad[1:], given, kept, weights, dtype)
-        return None, None if dx is None else shaped(dx, *ctx.shape), *found
+        dx, *found = how.backward(needs, given, kept, weights, dtype)
+        return None, None if dx is None else shaped(dx, *ctx.shape), *itertools.chain(*zip(*found, strict=True))
 
 
 _apply = applied(_Linears)

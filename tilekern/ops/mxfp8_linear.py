@@ -15,8 +15,8 @@ The rest is as in :mod:`tilekern.ops.fp8_linear`: layers that share ``x``, autoc
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +26,21 @@ from tilekern.kernels.fp8.mx_blocks import SPEC as BLOCKS
 from tilekern.kernels.fp8.mx_product import SPEC as PRODUCT
 from tilekern.kernels.fp8.mx_product import mx_product
 from tilekern.kernels.fp8.mx_scales import SCALES, mx_rows
-from tilekern.ops.foreseen import written
-from tilekern.ops.fp8_linear import E4M3, Format, Gradients, Layer, Rounded, gradients, launched, layers_of, linears
+from tilekern.ops.foreseen import launch
+from tilekern.ops.fp8_linear import (
+    E4M3,
+    Format,
+    Gradients,
+    Layer,
+    Needs,
+    Room,
+    Rounded,
+    gradients,
+    launched,
+    linears,
+    memory,
+    narrowed,
+)
 from tilekern.ops.registration import as_rows, uncast
 from tilekern.spec import cdiv
 
@@ -56,31 +69,25 @@ def mxfp8_linears(x: Tensor, layers: Sequence[Layer]) -> tuple[Tensor, ...]:
     return linears(MX, x, layers)
 
 
-def blocked(x: Tensor, *, along: bool, turned: bool) -> list[Rounded]:
+def blocked(x: Tensor, *, along: bool, turned: bool, rooms: Sequence[Room | None] = (None, None)) -> list[Rounded]:
     """Return a matrix [rows, columns] in MXFP8, then its transpose, each if it is asked for; one of them must be.
 
-    Scales are [rows / 128, columns / 128, 32, 16].
+    Scales are [rows / 128, columns / 128, 32, 16]. ``rooms`` have memory for both.
     """
     rows, columns = x.shape
-
-    def allocate() -> Sequence[Tensor]:
-        # Rows of turned matrices are stored as whole 16 bytes, as TMA writes and reads them.
-        made = [_empty(x, rows, columns, columns)] if along else []
-        made += [_empty(x, columns, rows, whole(rows))] if turned else []
-        return [part for each in made for part in each]
-
-    made = written(BLOCKS, (rows, columns, along and turned, turned, x.dtype), (x,), allocate)
-    if made is None:
+    # Rows of turned matrices are stored as whole 16 bytes, as TMA writes and reads them.
+    made = [_memory(x, rows, columns, columns, rooms[0])] if along else []
+    made += [_memory(x, columns, rows, whole(rows), rooms[1])] if turned else []
+    arrays = itertools.chain(*made)
+    if not launch(BLOCKS, (rows, columns, along and turned, turned, x.dtype), x, *arrays):
         return [mx_rows(each) for each, is_asked in ((x, along), (x.t(), turned)) if is_asked]
-    pairs = list(zip(made[::2], made[1::2], strict=True))
-    return [*pairs[:-1], (pairs[-1][0][:, :rows], pairs[-1][1])] if turned else pairs
+    return [*made[:-1], (narrowed(made[-1][0], rows), made[-1][1])] if turned else made
 
 
-def _empty(x: Tensor, rows: int, columns: int, stored: int) -> Rounded:
+def _memory(x: Tensor, rows: int, columns: int, stored: int, room: Room | None) -> Rounded:
     """Return memory for numbers, in rows of ``stored``, and for their scales."""
-    numbers = torch.empty((rows, stored), dtype=E4M3, device=x.device)
     shape = (cdiv(rows, SIDE), cdiv(columns, SIDE), *SCALES)
-    return numbers, torch.empty(shape, dtype=torch.int8, device=x.device)
+    return memory((rows, stored), E4M3, x.device, room), memory(shape, torch.int8, x.device, room)
 
 
 def multiplied(
@@ -101,23 +108,26 @@ def multiplied(
 
 
 def _forward(
-    needs: Sequence[bool], x: Tensor, parameters: Sequence[Any], **_: bool
+    needs: Needs, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], **_: bool
 ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    (along, *across), made = blocked(as_rows(x), along=True, turned=any(needs[1::2])), []
-    for weight, bias in layers_of(parameters):
-        (rounded,) = blocked(as_rows(weight), along=True, turned=False)
+    (along, *across), made = blocked(as_rows(x), along=True, turned=any(needs.weights)), []
+    rooms = Room(), None
+    for weight, bias in zip(weights, biases, strict=True):
+        (rounded,) = blocked(as_rows(weight), along=True, turned=False, rooms=rooms)
         made.append(multiplied(along, rounded, x.dtype, bias))
     return made, across[0] if across else ()
 
 
 def _backward(
-    needs: Sequence[bool], given: Sequence[Tensor | None], kept: Sequence[Tensor], weights: Sequence[Tensor],
-    dtype: torch.dtype,
-) -> list[Tensor | None]:  # fmt: skip
-    def of_layer(n: int, dy: Tensor, dx: Tensor | None, of_weight: bool) -> Gradients:
-        slopes = blocked(dy, along=needs[0], turned=of_weight)
-        if needs[0]:
-            (weight,) = blocked(as_rows(weights[n]), along=False, turned=True)
+    needs: Needs, given: Sequence[Tensor | None], kept: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype
+) -> Gradients:
+    # Of gradients, turned gradients and weights; a layer's are read before the next layer's are written.
+    rooms, of_weights = (Room(), Room()), (None, Room())
+
+    def of_layer(n: int, dy: Tensor, dx: Tensor | None, of_weight: bool) -> tuple[Tensor | None, Tensor | None]:
+        slopes = blocked(dy, along=needs.rows, turned=of_weight, rooms=rooms)
+        if needs.rows:
+            (weight,) = blocked(as_rows(weights[n]), along=False, turned=True, rooms=of_weights)
             dx = multiplied(slopes[0], weight, dtype, addend=dx)
         return dx, multiplied(slopes[-1], (kept[0], kept[1]), dtype, over_rows=True) if of_weight else None
 
