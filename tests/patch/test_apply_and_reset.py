@@ -276,6 +276,24 @@ def test_what_was_put_over_a_patch_is_taken_away_with_a_warning():
     assert len(said) == 1
 
 
+def test_what_is_put_into_the_class_of_a_patched_model_is_named_after_a_step(monkeypatch):
+    """As verl's fused losses and tiled MLPs."""
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters())
+    for between in (lambda: None, apply, lambda: apply(swiglu=False)):
+        tilekern.apply_to_model(model)
+        between()
+        assert warned(optimizer.step)[1] == []
+    original = qwen3.Qwen3MLP.forward
+    for other in (timed(original), torch.nn.Identity.forward):
+        tilekern.apply_to_model(model)
+        monkeypatch.setattr(qwen3.Qwen3MLP, "forward", other)
+        (said,) = warned(optimizer.step)[1]
+        assert re.search(r"put into a class .*Qwen3MLP\.forward \(now", said)
+        assert warned(optimizer.step)[1] == []
+        monkeypatch.undo()
+
+
 def test_models_of_both_kinds_take_each_others_state():
     plain = make()
     state = {name: tensor.clone() for name, tensor in plain.state_dict().items()}

@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from tiny_qwen3 import IDS, launches, make, worst
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import Qwen3Config
 from transformers import masking_utils as makers
 from transformers.models.qwen3 import modeling_qwen3
@@ -165,6 +166,15 @@ def test_keys_that_the_mask_does_not_cover_are_refused():
     for told in (None, ToldMask(STARTS, 4, None, 7, 7, 1), ToldMask(STARTS[:0], 7, None, 7, 8, 1)):
         with pytest.raises(InputError, match="Module hands over 9 keys for 7 queries, and its mask tells of"):
             implementation.attend(True, layer, q, k, k, told)
+
+
+def test_a_layer_that_a_checkpoint_runs_again_is_refused_a_cache():
+    """As torchtune, accelerate and FSDP wrap layers; eager attention fails with an error about sizes."""
+    model = make(attention="tilekern", layers=1).train()
+    model.model.layers[0] = checkpoint_wrapper(model.model.layers[0])
+    with pytest.raises(InputError, match="use_cache=False"):
+        model(input_ids=IDS).logits.sum().backward()
+    model(input_ids=IDS, use_cache=False).logits.sum().backward()
 
 
 def test_a_mask_covers_a_cache_longer_than_the_prompt():

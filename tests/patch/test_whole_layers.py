@@ -410,7 +410,7 @@ LATER = {
     "a bias inside the MLP": (biased("mlp.up_proj"), {}, 1),
     "a hook in another dictionary": (hooks_of_another_dictionary, {}, 1),
     "a weight in another dictionary": (parameters_of_another_dictionary, {}, 2),
-    "a weight that is a plain attribute, as of FSDP1": (plain_attribute, {}, 1),
+    "a weight that is a plain attribute, as of FSDP1": (plain_attribute, {}, 2),
     "a weight that is a buffer": (buffer, {}, 1),
     "the forward of another MLP": (forward_of_another("mlp"), {}, 1),
     "the forward of another norm": (forward_of_another("input_layernorm"), {}, 1),

@@ -342,7 +342,8 @@ def _check_keys(module: torch.nn.Module, alone: bool, told: ToldMask | None, que
     if (told is not None and told.shape[3] != keys) or (alone and 1 < queries < keys):
         raise InputError(
             f'attn_implementation="tilekern": {type(module).__name__} hands over {keys} keys for {queries} queries, '
-            f'and its mask tells of {queries if told is None else told.shape[3]}; use "eager"'
+            f"and its mask tells of {queries if told is None else told.shape[3]}; a layer that a checkpoint runs again "
+            'needs use_cache=False, as it appends its keys to a cache twice; else use "eager"'
         )
 
 

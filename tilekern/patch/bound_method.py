@@ -14,7 +14,7 @@ class StandIn(NamedTuple):
     """A patch's replacement in one module: the function, the patched op, and the path of the original for messages.
 
     ``original`` is the function of a bound method that the module already had of its own, or None. ``retires`` means
-    that only this model and its copies have the function.
+    that only this model and its copies have the function. ``known`` is what it replaces, the method of the class.
     """
 
     function: Callable[..., Any]
@@ -22,6 +22,7 @@ class StandIn(NamedTuple):
     where: str
     original: Callable[..., Any] | None
     retires: bool = False
+    known: Callable[..., Any] | None = None
 
 
 class Bound:

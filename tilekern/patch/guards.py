@@ -218,15 +218,15 @@ def bare_weights(
         parameters = own["_parameters"]
         if (
             own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
-            or ("forward" in own and not _only_moves(layer)) or "bias" in own or "bias" not in parameters
+            or ("forward" in own and not _only_moves(layer))
         ):  # fmt: skip
             return None
-        bias = parameters["bias"]
+        # As parameter_of.
+        bias = parameters["bias"] if "bias" in parameters and "bias" not in own else layer.bias
         if biases is not None and (bias is None or type(bias) in TENSORS):
             biases.append(bias)
         elif bias is not None:
             return None
-        # As parameter_of.
         weight = parameters["weight"] if "weight" in parameters and "weight" not in own else layer.weight
         if type(weight) not in TENSORS:
             return None

@@ -18,6 +18,8 @@ from tilekern.patch.table import ops_in
 from tilekern.warning import warn
 
 ABSENT = object()
+# Where functions are written that patches, and checkpoints around them, put into classes.
+_OWN = ("tilekern.", "transformers.")
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Touch:
     ``where`` is its path, for messages. ``original`` is the value in the owner's own dictionary, or :data:`ABSENT`. For
     a method bound to a single instance it is the function, so that the ledger keeps no model alive. ``retires`` says
     that the replacement was made for this attribute alone: after undoing, it may be redirected to the original.
-    ``bound`` returns the method of a single instance, if one was made.
+    ``bound`` returns the method of a single instance, if one was made, and ``known`` is what its class had then.
     """
 
     op: str
@@ -39,6 +41,7 @@ class Touch:
     is_bound: bool
     retires: bool = False
     bound: Callable[[], Bound | None] = lambda: None
+    known: Any = None
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -81,6 +84,16 @@ class Touch:
     def in_its_place(self) -> Any:
         """The function or class that was put in the place of the replacement or of its owner, or None."""
         return (None if self.has_its_name else self._named) if self.still_runs else self._now
+
+    @property
+    def hidden(self) -> Any:
+        """The function that another library has put into an instance's class since, which does not run; or None."""
+        now = getattr(type(self.owner()), self.name, None) if self.is_bound and self.known else None
+        while now is not None and settled(now) is not settled(self.known):
+            if not getattr(now, "__globals__", {}).get("__name__", "").startswith(_OWN):
+                return now
+            now = getattr(now, "__wrapped__", None)
+        return None
 
     @property
     def _named(self) -> Any:
@@ -162,12 +175,20 @@ class Ledger:
         # A method left by unpickling only calls the class's method, the same as having none.
         original = None if before is None or isinstance(before, Bound) else before.__func__
         if original is None or original is getattr(type(instance), name) or settled(original) is known:
-            bound = Bound(instance, name, given._replace(original=original))
+            bound = Bound(instance, name, given._replace(original=original, known=known))
             setattr(instance, place, bound)
             self._note(bound)
         elif exchange(original, known, given.function):
             self._touches[id(instance), name] = Touch(
-                given.op, given.where, weakref.ref(instance), name, known, given.function, True, given.retires
+                given.op,
+                given.where,
+                weakref.ref(instance),
+                name,
+                known,
+                given.function,
+                True,
+                given.retires,
+                known=known,
             )
 
     def adopt(self) -> None:
@@ -183,7 +204,7 @@ class Ledger:
         assert given is not None
         self._touches[id(instance), name] = Touch(
             given.op, given.where, weakref.ref(instance), name, given.original or ABSENT, given.function, True,
-            given.retires, weakref.ref(bound),
+            given.retires, weakref.ref(bound), given.known,
         )  # fmt: skip
 
     def undo_one(self, touch: Touch) -> None:

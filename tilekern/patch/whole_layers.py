@@ -28,6 +28,7 @@ from tilekern.patch.guards import (
     has_hooks,
     hooks_are_of,
     is_from,
+    parameter_of,
 )
 from tilekern.patch.layers import given_of
 from tilekern.patch.table import Norm
@@ -239,7 +240,7 @@ class _Seen:
                     see(own.layer, part, adapter, key)
 
     def modules(self, layer: Any) -> dict[str, Any] | None:
-        """Return the modules by name; None if calling one of them now does something else, or one has no parameters."""
+        """Return the modules by name; None if calling one of them now does something else."""
         if has_global_hooks():
             return None
         found = {"": layer}
@@ -251,11 +252,11 @@ class _Seen:
             if type(one) is not kind:
                 return None
             own = one.__dict__
-            # Parameters are plain attributes under FSDP1 and weight_norm; Module.compile() leaves the last.
+            # Module.compile() leaves the last.
             if (
                 (own["_forward_hooks"] and not _collects_nothing(name == "self_attn", own)) or own["_forward_pre_hooks"]
                 or own["_backward_hooks"] or own["_backward_pre_hooks"]
-                or "weight" in own or "bias" in own or "_compiled_call_impl" in own
+                or "_compiled_call_impl" in own
                 or (forward_of(one) if "forward" in own else kind.forward) is not forward
                 or (helper is not None and kind._norm is not helper)
             ):  # fmt: skip
@@ -321,13 +322,14 @@ def _adapters(modules: Mapping[str, Any], adapted: Mapping[str, _Places]) -> lis
         if places is None:
             found.append(None)
             continue
-        first, second = (modules[key].__dict__["_parameters"] for key in (places.a, places.b))
+        first, second = modules[places.a], modules[places.b]
         scaling, rate = modules[places.layer].scaling[places.adapter], adapters.rate_of(modules[places.dropout])
         if rate is None:
             raise _ApartError(f"{name}: {adapters.DROPOUT}")
-        if first["bias"] is not None or second["bias"] is not None or type(scaling) not in (float, int):
+        biases = parameter_of(first, "bias"), parameter_of(second, "bias")
+        if biases != (None, None) or type(scaling) not in (float, int):
             raise _ApartError(f"{name}: an adapter with a bias, or a scale that is a tensor")
-        a, b = first["weight"], second["weight"]
+        a, b = parameter_of(first, "weight"), parameter_of(second, "weight")
         if type(a) not in TENSORS or type(b) not in TENSORS:
             raise _ApartError(f"{name}: {SUBCLASS}")
         found.append(Adapter(a, b, scaling, a.shape[0], rate))
@@ -339,9 +341,15 @@ def _weights(
 ) -> Weights:
     """Return the weights at some places, of some classes; there must be no bias that the op lacks."""
     try:
-        found = [place and modules[place[0]].__dict__["_parameters"][place[1]] for place in places]
+        # FSDP1 makes plain attributes of parameters.
+        found = [
+            place
+            and (own[place[1]] if place[1] in (own := modules[place[0]].__dict__) else own["_parameters"][place[1]])
+            for place in places
+        ]
         for name in _UNBIASED:
-            if modules[name].__dict__["_parameters"]["bias"] is not None:
+            own = modules[name].__dict__
+            if "bias" in own or own["_parameters"]["bias"] is not None:
                 raise _ApartError(f"{name}: a bias")
     except KeyError:
         raise _ApartError("a weight that is a buffer") from None
