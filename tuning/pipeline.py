@@ -501,7 +501,7 @@ class Pipeline:
             cluster = self._cluster()
             if self._compiles:
                 try:  # before anything is compiled
-                    cluster.require_gpu(self.sweep.target)
+                    cluster.width(self.sweep.target)
                 except InputError as error:
                     raise InputError(f"{error}; to compile alone give --stages plan,compile") from None
             yield cluster

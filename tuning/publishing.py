@@ -26,7 +26,7 @@ from tilekern.tuning.plan.beside import is_served_beside
 from tilekern.tuning.plan.steps import Planned
 from tilekern.tuning.predict.ranking import Prediction, ranking
 from tilekern.tuning.predict.roofline import Roofline, roofline
-from tilekern.tuning.strategies.selection import ranked
+from tilekern.tuning.strategies.lineup import ranked
 from tilekern.tuning.sweep.candidates import LIBRARY_LINE, Candidate, candidate
 from tilekern.tuning.sweep.folder import ArtifactLost, Sweep
 from tilekern.tuning.sweep.journal import Line
