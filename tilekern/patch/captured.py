@@ -330,7 +330,9 @@ class CapturedStep:
         except Exception as error:  # noqa: BLE001
             raise Refused(why(error)) from None
         finally:
-            _set_random_state(self._room.device, before)
+            torch.set_rng_state(before[0])
+            if self._room.device.type == "cuda":
+                torch.cuda.set_rng_state(before[1], self._room.device)
             self._forget_gradients()
             self._graded, self._leaves = [], []
         if versions != [x._version for _, x, _ in buffers if not x.is_inference()]:
@@ -554,12 +556,6 @@ def no_collection() -> Iterator[None]:
 def _random_state(device: torch.device) -> tuple[Tensor, ...]:
     on_gpu = (torch.cuda.get_rng_state(device),) if device.type == "cuda" else ()
     return torch.get_rng_state(), *on_gpu
-
-
-def _set_random_state(device: torch.device, state: tuple[Tensor, ...]) -> None:
-    torch.set_rng_state(state[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state[1], device)
 
 
 def why(error: Exception) -> str:

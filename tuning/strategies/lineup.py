@@ -41,11 +41,6 @@ class Lineup:
     beside: tuple[str, ...] = ()
     predicted: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def yardsticks(self) -> tuple[str, ...]:
-        """Return the keys that need a timing even if they are slow."""
-        return (*(() if self.default is None else (self.default,)), *self.beside)
-
 
 # Times a lineup and returns a timing by key for each that ran. Exactly one candidate has won.
 Strategy = Callable[[Runner, Lineup], dict[str, Timing]]
