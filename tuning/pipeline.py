@@ -83,15 +83,9 @@ Tell = Callable[[str, int, int], None]
 class Options:
     """Options of a pipeline.
 
-    Attributes:
+    Attributes: those that are not here are arguments of :func:`tilekern.tune`.
         stages: which of :data:`STAGES` run. Without ``compile``, measuring needs the GPU here; with it, winners are
             predicted where the GPU is not.
-        jobs: compile workers; one for each core where None.
-        timeout_s: wall seconds that one compile may take.
-        strategy: how candidates are timed.
-        executor: where to compile and measure: ``local``, ``ray``, or ``ray://HOST:PORT``.
-        gpus: how many GPUs to measure on at most; all where None.
-        budget_s: wall seconds after which no more work is begun; None for no limit.
         began: when the run began, by ``time.monotonic``; the budget counts from then.
         key: signs artifacts and records that are handed on.
         only_measured: publish measured winners alone.

@@ -25,7 +25,7 @@ from tilekern.tuning.options import File, Folder, tuner_command
 from tilekern.tuning.pipeline import COMPILE, MEASURE, Options, Pipeline
 from tilekern.tuning.refreshing import Change, Refresh, Survey, stale_json, survey
 from tilekern.tuning.sweep.folder import folder_in
-from tilekern.tuning.terminal import out, progress_bars, sizes_of, table_console, table_for
+from tilekern.tuning.terminal import out, progress_bars, short, sizes_of, table_console, table_for
 from tilekern.warning import tell
 
 if TYPE_CHECKING:
@@ -226,21 +226,17 @@ def _table(outcome: Outcome, console: Console) -> Table:
 
 def _row(change: Change) -> list[str]:
     after_us = change.after_us
-    winner = _short(change.after.config) if change.after else "none"
+    winner = short(change.after.config) if change.after else "none"
     return [
         change.before.kernel,
         sizes_of(change.before.problem),
-        _short(change.before.config),
+        short(change.before.config),
         "the same" if change.unchanged else winner,
         f"{change.before_us:.1f}",
         change.reason if change.same_us is None else f"{change.same_us:.1f}",
         "" if after_us is None else f"{after_us:.1f}",
         "" if after_us is None else f"{100 * (after_us / change.before_us - 1):+.1f} %",
     ]
-
-
-def _short(config: dict[str, Any]) -> str:
-    return " ".join(f"{name}={value}" for name, value in config.items() if value not in (0, False))
 
 
 def _same_code(
