@@ -26,6 +26,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from tilekern.compile.garbage import search_put_off
 from tilekern.ops import packing
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -350,7 +351,7 @@ class CapturedStep:
     def _record(self, model: torch.nn.Module) -> None:
         if self._room.device.type == "cuda":
             gc.collect()  # cycles of earlier steps may hold the GPU's memory
-        with as_captured(), no_collection(), torch.enable_grad():
+        with as_captured(), search_put_off(), torch.enable_grad():  # a capture may not free the tensors of cycles
             try:
                 self._forward.record(lambda: self._run_forward(model))
                 # Outside of both graphs: each step writes here what its backward begins with.
@@ -539,18 +540,6 @@ def _waiting_refused(device: torch.device) -> Iterator[None]:
         finally:
             is_over = True
             torch.cuda.set_sync_debug_mode(before)
-
-
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Keep Python from collecting cycles, whose tensors a capture may not free."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _random_state(device: torch.device) -> tuple[Tensor, ...]:
