@@ -250,27 +250,18 @@ class File(click.Path):
         options: as of ``click.Path``.
     """
 
-    what = "file"
-
     def __init__(self, **options: Any) -> None:
-        super().__init__(**{"path_type": Path} | options)
+        super().__init__(path_type=Path, **options)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the path."""
         if value == "":
-            self.fail(f"it must name a {self.what}, and is empty.", param, ctx)
+            self.fail(f"it must name a {'file' if self.file_okay else 'folder'}, and is empty.", param, ctx)
         return super().convert(value, param, ctx)
 
 
-class Folder(File):
-    """A folder, which need not exist."""
-
-    what = "folder"
-
-    def __init__(self) -> None:
-        super().__init__(file_okay=False)
-
-
+# A folder, which need not exist.
+FOLDER = File(file_okay=False)
 GPU_NAMES = ", ".join(target.name for target in KNOWN)
 # Ends the help of commands that take models. click would break a name at a hyphen; it leaves lines behind "\b" alone.
 NAMES = "\b\n" + textwrap.fill(

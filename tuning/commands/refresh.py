@@ -21,7 +21,7 @@ from tilekern.spec.targets import Target, here, resolve
 from tilekern.tuning.carrying import Carried, carry_over, held_in_cache, held_in_pack, write_to_cache, write_to_pack
 from tilekern.tuning.compile.stage import jobs_of, wanted
 from tilekern.tuning.measure.gpu import describe_gpu
-from tilekern.tuning.options import File, Folder, tuner_command
+from tilekern.tuning.options import FOLDER, File, tuner_command
 from tilekern.tuning.pipeline import COMPILE, MEASURE, Options, Pipeline
 from tilekern.tuning.refreshing import Change, Refresh, Survey, stale_json, survey
 from tilekern.tuning.sweep.folder import folder_in
@@ -31,8 +31,6 @@ from tilekern.warning import tell
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
-
-_FOLDER = Folder()
 
 
 @dataclass
@@ -59,13 +57,13 @@ class Outcome:
 
 @tuner_command(short_help="Time old winners again after an upgrade, and say what changed.")
 @click.option("--gpu", default="auto", show_default=True, help="Target: auto, B200, an arch, a key or sm_90:78.")
-@click.option("--cache-dir", type=_FOLDER, help="The cache to refresh.")
+@click.option("--cache-dir", type=FOLDER, help="The cache to refresh.")
 @click.option(
     "--pack", "packs", multiple=True, type=File(dir_okay=False),
     help="A pack to refresh, too; may be repeated.",
 )  # fmt: skip
 @click.option("--top", type=click.IntRange(min=0), default=3, show_default=True, help="Runners-up to time, too.")
-@click.option("--sweep", type=_FOLDER, help="The folder of the refresh; it can be copied to another machine.")
+@click.option("--sweep", type=FOLDER, help="The folder of the refresh; it can be copied to another machine.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Compile workers, up to 4 a core; one a core if not given.")
 @click.option("--all", "everything", is_flag=True, help="Also time records of today's toolkit and driver.")
 @click.option(
