@@ -30,15 +30,14 @@ from tilekern.kernels import spec_named
 from tilekern.spec import Problem
 from tilekern.spec.targets import Target, here
 from tilekern.tuning.budget import Budget, LeftOut, Worth, is_as_good, served_by, turns_by_gain, worths_of
+from tilekern.tuning.compile.pool import compile_in_order, start_server
 from tilekern.tuning.compile.stage import (
     TIMEOUT_S,
     Compiling,
     Pool,
     compile_all,
-    compile_in_order,
     jobs_of,
     settled,
-    start_server,
 )
 from tilekern.tuning.measure.stage import MeasureSummary, Settled, measure_all
 from tilekern.tuning.predict.estimating import earlier_sweeps

@@ -32,26 +32,14 @@ from tilekern.compile.toolchain import (
 )
 from tilekern.errors import CompileFailed, CompileInterrupted, CompileTimeout, InputError
 from tilekern.runtime.workers.disposable import has_address_space
-from tilekern.runtime.workers.pool import FRONTEND_TIMEOUT_S, MEMORY_BYTES
+from tilekern.runtime.workers.pool import FRONTEND_TIMEOUT_S, MEMORY_BYTES, Answer, Compile, Lost
 from tilekern.spec.targets import Target
 from tilekern.tuning.compile.machine_code import read_machine_code
 from tilekern.tuning.compile.order import Order, turns_of
-from tilekern.tuning.compile.pool import Answer, Compile, Lost, compile_in_order, start_server
+from tilekern.tuning.compile.pool import compile_in_order
 from tilekern.tuning.sweep.candidates import Candidate
 from tilekern.tuning.sweep.folder import Sweep
 from tilekern.tuning.sweep.plan import Named
-
-__all__ = [
-    "CompileSummary",
-    "Compiling",
-    "compile_all",
-    "compile_one",
-    "default_jobs",
-    "settled",
-    "start_server",
-    "wanted",
-    "work_s",
-]
 
 # How many workers a core may have.
 MOST_JOBS = 4

@@ -17,9 +17,9 @@ import ray
 from tilekern.cache import Store, write_pack
 from tilekern.compile.toolchain import require_toolkit
 from tilekern.errors import InputError
+from tilekern.runtime.workers.pool import Answer, Compile, Lost
 from tilekern.spec.targets import Target
 from tilekern.tuning.compile.order import Order
-from tilekern.tuning.compile.pool import Answer, Compile, Lost
 from tilekern.tuning.executors.node import CompileWork, GpuNode, code_digest, compile_on_node
 from tilekern.tuning.executors.ray_measuring import Measuring
 from tilekern.tuning.executors.ray_nodes import (

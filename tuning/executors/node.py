@@ -27,8 +27,8 @@ from tilekern.kernels import users_modules
 from tilekern.spec.source import source_digest
 
 if TYPE_CHECKING:
+    from tilekern.runtime.workers.pool import Answer, Compile, Lost
     from tilekern.spec.targets import Target
-    from tilekern.tuning.compile.pool import Answer, Compile, Lost
     from tilekern.tuning.measure.process import Noted, Worker
     from tilekern.tuning.measure.tasks import Task
     from tilekern.tuning.sweep.candidates import Candidate
