@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
-from tilekern.errors import InputError, TilekernError, TilekernWarning, ToolchainMissing, needing
+from tilekern.errors import ExtraMissing, InputError, TilekernError, TilekernWarning, ToolchainMissing, needing
 
 if TYPE_CHECKING:
     import click
@@ -173,9 +173,12 @@ def command_line(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
                 with needing(name):
-                    return main(*args, **kwargs)
-            except (TilekernError, TilekernWarning) as error:  # a warning is raised under `python -W error`
-                return fail(str(error), 4 if isinstance(error, ToolchainMissing) else 2)
+                    try:
+                        return main(*args, **kwargs)
+                    except (TilekernError, TilekernWarning) as error:  # a warning is raised under `python -W error`
+                        return fail(str(error), 4 if isinstance(error, ToolchainMissing) else 2)
+            except ExtraMissing as error:
+                return fail(str(error))
             except KeyboardInterrupt:
                 return fail("stopped", 130)
             except BrokenPipeError:
