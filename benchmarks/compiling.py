@@ -19,7 +19,8 @@ from tilekern.compile.toolchain import compile_candidate
 from tilekern.errors import InputError
 from tilekern.spec.targets import Target, resolve
 from tilekern.tuning.compile.order import lowered_as
-from tilekern.tuning.compile.stage import CompileSummary, compile_all, default_jobs, start_server, wanted, work_s
+from tilekern.tuning.compile.pool import start_server
+from tilekern.tuning.compile.stage import CompileSummary, compile_all, default_jobs, wanted, work_s
 from tilekern.tuning.sweep.candidates import Candidate
 from tilekern.tuning.sweep.folder import Sweep
 

@@ -12,10 +12,9 @@ from importlib import import_module
 import click
 
 from tilekern.cache import CacheError
-from tilekern.cache_tools.shared.options import HELP, version
 from tilekern.errors import InputError, TilekernWarning
 from tilekern.runtime.settings import check_settings
-from tilekern.warning import DEPRECATED, flush, invoke, one_line, shown_plainly, tell
+from tilekern.warning import DEPRECATED, HELP, fail, flush, invoke, shown_plainly, versioned
 
 _COMMANDS = (
     "clear", "diff", "keygen", "ls", "pack", "prune", "pull", "push", "repository", "revoke", "show", "sign", "stats",
@@ -42,7 +41,7 @@ class _Commands(Mapping[str, click.Command]):
         return len(_FILES)
 
 
-@version
+@versioned
 @click.group(commands=_Commands(), no_args_is_help=False, context_settings=HELP)
 def app() -> None:
     """Look after a cache of tuned kernels."""
@@ -60,17 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if any(word.partition("=")[0] == "--target" for word in words):
             DEPRECATED["--target"].tell()
         with shown_plainly():
-            code = invoke(app, arguments, "python -m tilekern.cache_tools")
+            code = invoke(app, arguments, "python -m tilekern.cache_tools", hint=" (see --help)")
         flush()
         return code or 0
     except (CacheError, InputError, TilekernWarning) as error:  # a warning is raised under `python -W error`
-        return _fail(str(error))
-    except click.ClickException as error:
-        return _fail(f"{error.format_message()} (see --help)")
+        return fail(str(error))
     except (click.Abort, KeyboardInterrupt):
-        return _fail("stopped", code=130)
-
-
-def _fail(message: str, code: int = 2) -> int:
-    tell(f"tilekern: {one_line(message)}", err=True)
-    return code
+        return fail("stopped", 130)

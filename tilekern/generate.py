@@ -14,11 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tilekern import __version__
 from tilekern.cache import CacheError
-from tilekern.errors import InputError, TilekernError, TilekernWarning, ToolchainMissing, needing
+from tilekern.errors import InputError, needing
 from tilekern.runtime.settings import check_settings
-from tilekern.warning import command_line, invoke, one_line, shown_plainly, tell
+from tilekern.warning import HELP, command_line, fail, invoke, shown_plainly, tell, versioned
 
 if TYPE_CHECKING:
     from tilekern.inference import Engine
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 _IDS = re.compile(r"\s*\d+\s*(,\s*\d+\s*)*", re.ASCII)
 # A model may write what steers a terminal. Lines and tabs stay.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_EXIT_INPUT, _EXIT_TOOLCHAIN, _EXIT_INTERRUPTED = 2, 4, 130
+_EXIT_INTERRUPTED = 130
 
 
 class _Stream(Protocol):
@@ -219,7 +218,8 @@ def _asked(arguments: list[str] | None) -> _Request | int:
     """Return what a command line asks for, or the exit code."""
     import click
 
-    @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+    @versioned
+    @click.command(context_settings=HELP)
     @click.argument("model", metavar="MODEL")
     @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt; several make a batch.")
     @click.option(
@@ -261,7 +261,6 @@ def _asked(arguments: list[str] | None) -> _Request | int:
     )
     @click.option("--ignore-ends", "ignores_ends", is_flag=True, help="Go on behind ids that end a text.")
     @click.option("--json", "as_json", is_flag=True, help="Print one JSON document at the end in place of text.")
-    @click.version_option(__version__, prog_name="tilekern", message="%(prog)s %(version)s")
     def command(
         model: str, prompts: tuple[str, ...], ids: tuple[str, ...], new: int, seed: int, ignores_ends: bool,
         as_json: bool, dtype: str, weight_dtype: str | None, context: int | None, cache: str, heads: int | None,
@@ -286,12 +285,7 @@ def _asked(arguments: list[str] | None) -> _Request | int:
             }, ignores_ends, as_json,
         )  # fmt: skip
 
-    try:
-        request = invoke(command, arguments, "python -m tilekern.generate")
-    except click.ClickException as error:
-        return _fail(error.format_message())
-    except InputError as error:
-        return _fail(str(error))
+    request = invoke(command, arguments, "python -m tilekern.generate")
     return request if isinstance(request, _Request) else int(request)  # --help
 
 
@@ -319,13 +313,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with shown_plainly():
             return request.run()
-    except (TilekernError, TilekernWarning, CacheError) as error:  # a warning is raised under `python -W error`
-        return _fail(str(error), _EXIT_TOOLCHAIN if isinstance(error, ToolchainMissing) else _EXIT_INPUT)
-
-
-def _fail(message: str, code: int = _EXIT_INPUT) -> int:
-    tell(f"tilekern: {one_line(message)}", err=True)
-    return code
+    except CacheError as error:
+        return fail(str(error))
 
 
 if __name__ == "__main__":

@@ -15,12 +15,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from tilekern import __version__
-from tilekern.errors import InputError
 from tilekern.integrations.startup import apply_later
 from tilekern.runtime.settings import APPLY, check_settings
 from tilekern.runtime.switches import ADAMW, ATTENTION, EXPERTS, FORMS, FP8, GRAPHS, OPS, text_of
-from tilekern.warning import command_line, invoke, one_line, tell
+from tilekern.warning import HELP, command_line, fail, invoke, versioned
 
 # Ops that are off by default.
 _ASKED = {
@@ -65,12 +63,10 @@ def _program(arguments: list[str] | None) -> Program | int:
             command = click.option(f"--no-{op.replace('_', '-')}", op, is_flag=True, help=f"Leave {op} out.")(command)
         return command
 
-    @click.command(
-        context_settings={
-            "help_option_names": ["-h", "--help"], "max_content_width": 120, "allow_interspersed_args": False,
-            "token_normalize_func": lambda name: name.replace("_", "-"),
-        }
-    )  # fmt: skip
+    own = {"allow_interspersed_args": False, "token_normalize_func": lambda name: name.replace("_", "-")}
+
+    @versioned
+    @click.command(context_settings=HELP | own)
     @click.option("-m", "is_module", is_flag=True, help="Run a module instead of a script, as python -m does.")
     @with_flags
     @click.option(
@@ -79,7 +75,6 @@ def _program(arguments: list[str] | None) -> Program | int:
     )  # fmt: skip
     @click.argument("program", metavar="SCRIPT|MODULE")
     @click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
-    @click.version_option(__version__, prog_name="tilekern", message="%(prog)s %(version)s")
     def command(program: str, arguments: tuple[str, ...], is_module: bool, forms: str, **given: bool) -> Program:
         """Run a script, or with -m a module, with tilekern.apply called for its models.
 
@@ -93,12 +88,7 @@ def _program(arguments: list[str] | None) -> Program | int:
         apply_later(forms=forms, **switches)
         return Program(program, arguments, is_module)
 
-    try:
-        program = invoke(command, arguments, "python -m tilekern.run")
-    except click.ClickException as error:
-        return _fail(error.format_message())
-    except InputError as error:
-        return _fail(str(error))
+    program = invoke(command, arguments, "python -m tilekern.run")
     return program if isinstance(program, Program) else int(program)  # --help
 
 
@@ -112,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
     except BaseException as error:
         if isinstance(error, ImportError | OSError) and _of_the_program(error.__traceback__) is None:
             said = error.strerror if isinstance(error, OSError) else error
-            return _fail(f"{program.name} cannot be run: {said}; give the path of a script, or -m and a module's name")
+            return fail(f"{program.name} cannot be run: {said}; give the path of a script, or -m and a module's name")
         sys.excepthook = functools.partial(_show, sys.excepthook)
         raise
     return 0
@@ -132,11 +122,6 @@ def _of_the_program(traceback: TracebackType | None) -> TracebackType | None:
     while traceback is not None and traceback.tb_frame.f_code.co_filename in around:
         traceback = traceback.tb_next
     return traceback
-
-
-def _fail(message: str) -> int:
-    tell(f"tilekern: {one_line(message)}", err=True)
-    return 2
 
 
 if __name__ == "__main__":

@@ -19,12 +19,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
-from tilekern.errors import ExtraMissing, TilekernWarning, needing
+from tilekern.errors import ExtraMissing, InputError, TilekernError, TilekernWarning, ToolchainMissing, needing
 
 if TYPE_CHECKING:
     import click
 
 _PLACE = "tilekern"
+# The settings of click for each command line.
+HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 _said: set[str] = set()
 # Makes the filter `default` show a message once, as it does for a line of code.
 _registry: dict[str | tuple[str, type[Warning], int], int] = {}
@@ -48,6 +50,12 @@ def one_line(text: str) -> str:
 def tell(*lines: str, err: bool = False) -> None:
     """Print lines of a command line, each made :func:`printable`; ``err`` selects the standard error."""
     print("\n".join(map(printable, lines)), file=sys.stderr if err else sys.stdout, flush=True)
+
+
+def fail(message: str, code: int = 2) -> int:
+    """Print the error of a command line on one line of the standard error; return the exit code."""
+    tell(f"{_PLACE}: {one_line(message)}", err=True)
+    return code
 
 
 def flush() -> None:
@@ -155,8 +163,9 @@ def shown_plainly() -> Iterator[None]:
 def command_line(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator for the function of a command line, which handles the errors that all of them can meet.
 
-    A missing extra, and a file or an output that the system refuses, are one line and exit code 2; Ctrl-C is one line
-    and 130, while modules are loaded too. A pipe whose reader has gone is no error.
+    An error of tilekern, a missing extra, and a file or an output that the system refuses, are one line and exit code
+    2, or 4 if a compiler is missing. Ctrl-C is one line and 130, while modules are loaded too. A pipe whose reader has
+    gone is no error.
     """
 
     def decorated(main: Callable[..., Any]) -> Callable[..., Any]:
@@ -164,32 +173,42 @@ def command_line(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
                 with needing(name):
-                    return main(*args, **kwargs)
+                    try:
+                        return main(*args, **kwargs)
+                    except (TilekernError, TilekernWarning) as error:  # a warning is raised under `python -W error`
+                        return fail(str(error), 4 if isinstance(error, ToolchainMissing) else 2)
             except ExtraMissing as error:
-                tell(f"{_PLACE}: {error}", err=True)
+                return fail(str(error))
             except KeyboardInterrupt:
-                tell(f"{_PLACE}: stopped", err=True)
-                return 130
+                return fail("stopped", 130)
             except BrokenPipeError:
                 # Python would complain once more when it flushes at exit.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 return 0
             except OSError as error:
-                tell(f"{_PLACE}: {error.filename or 'input or output'}: {error.strerror or error}", err=True)
-            return 2
+                return fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
 
         return run
 
     return decorated
 
 
-def invoke(command: click.Command, arguments: Sequence[str] | None, prog_name: str) -> Any:
+def versioned(command: click.Command) -> click.Command:
+    """Add ``--version`` to a command of click."""
+    import click
+
+    from tilekern import __version__
+
+    return click.version_option(__version__, prog_name="tilekern", message="%(prog)s %(version)s")(command)
+
+
+def invoke(command: click.Command, arguments: Sequence[str] | None, prog_name: str, hint: str = "") -> Any:
     """Run a command of click; return what it returns, or the exit code of ``--help`` and ``--version``.
 
     ``command.main`` would end the process with exit code 1 where the reader of a pipe has gone.
 
     Raises:
-        click.ClickException: an option or an argument is wrong.
+        InputError: an option or an argument is wrong; ``hint`` ends the message.
         click.Abort: the user did not answer a question.
     """
     import click
@@ -199,3 +218,5 @@ def invoke(command: click.Command, arguments: Sequence[str] | None, prog_name: s
             return command.invoke(context)
     except click.exceptions.Exit as stop:
         return stop.exit_code
+    except click.ClickException as error:
+        raise InputError(f"{error.format_message()}{hint}") from None

@@ -53,12 +53,12 @@ from tilekern.cache.packs.pack import Pack
 from tilekern.compile.cubin import code_of, constants_of, read_resources
 from tilekern.kernels import all_specs
 from tilekern.runtime.records import launch_in
-from tilekern.runtime.workers.pool import FRONTEND_TIMEOUT_S, MEMORY_BYTES
+from tilekern.runtime.workers.pool import FRONTEND_TIMEOUT_S, MEMORY_BYTES, Answer, Lost
 from tilekern.spec import Config, KernelSpec, Problem, variant_of
 from tilekern.spec.source import source_digest
 from tilekern.spec.targets import Target, of_key
 from tilekern.tuning.compile.order import Order
-from tilekern.tuning.compile.pool import Answer, Lost, compile_in_order
+from tilekern.tuning.compile.pool import compile_in_order
 from tilekern.tuning.compile.stage import TIMEOUT_S, compile_unless_same
 from tilekern.tuning.plan.choosing import parts_of
 from tilekern.tuning.sweep.candidates import Candidate, candidate, candidates

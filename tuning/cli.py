@@ -13,7 +13,7 @@ from tilekern.tuning.commands import COMMANDS, command_named
 from tilekern.tuning.plan.configs import MODEL_IS, UnknownModel, require_model_name
 from tilekern.tuning.plan.presets import PRESETS
 from tilekern.tuning.stopping import Stopped
-from tilekern.warning import flush, invoke, one_line, shown_plainly, tell
+from tilekern.warning import fail, flush, invoke, shown_plainly
 
 EXIT_INPUT, EXIT_TOOLCHAIN, EXIT_INTERRUPTED = 2, 4, 130
 
@@ -31,14 +31,12 @@ def main(arguments: list[str] | None = None) -> int:
             prog_name = " ".join(["python -m tilekern.tune", *([name] if name else [])])
             invoke(command_named(name or "tune"), given[1:] if name else given, prog_name)
         flush()
-    except click.ClickException as error:
-        return _fail(error.format_message(), EXIT_INPUT)
     except (click.Abort, KeyboardInterrupt, Stopped) as stop:
         code = stop.exit_code if isinstance(stop, Stopped) else EXIT_INTERRUPTED
-        return _fail("stopped; what was finished is kept, the next run goes on from there", code)
+        return fail("stopped; what was finished is kept, the next run goes on from there", code)
     except (TilekernError, TilekernWarning, CacheError) as error:  # a warning is raised under `python -W error`
         text = _neither(error.word) if name is None and isinstance(error, UnknownModel) else str(error)
-        return _fail(text, EXIT_TOOLCHAIN if isinstance(error, ToolchainMissing) else EXIT_INPUT)
+        return fail(text, EXIT_TOOLCHAIN if isinstance(error, ToolchainMissing) else EXIT_INPUT)
     return 0
 
 
@@ -47,8 +45,3 @@ def _neither(word: str) -> str:
         return f"{word} is a command, which stands before its options: python -m tilekern.tune {word} ..."
     meant = did_you_mean(word, [*COMMANDS, *PRESETS]) or "."
     return f"unknown command or model {word!r}{meant} Commands are {', '.join(COMMANDS)}; a model is {MODEL_IS}"
-
-
-def _fail(message: str, code: int) -> int:
-    tell(f"tilekern: {one_line(message)}", err=True)
-    return code

@@ -12,7 +12,6 @@ from typing import Any
 
 import click
 
-from tilekern import __version__
 from tilekern.errors import InputError
 from tilekern.kernels import add_specs
 from tilekern.runtime.switches import EXPERTS, EXTRAS, FP8_FORMATS, OPS, ROWWISE, fp8_format
@@ -20,6 +19,7 @@ from tilekern.spec.targets import KNOWN
 from tilekern.tuning.plan.configs import require_model_name
 from tilekern.tuning.plan.presets import PRESETS
 from tilekern.tuning.plan.steps import OPTIMIZERS, Steps, steps_of
+from tilekern.warning import HELP, versioned
 
 
 @dataclass(frozen=True)
@@ -250,27 +250,18 @@ class File(click.Path):
         options: as of ``click.Path``.
     """
 
-    what = "file"
-
     def __init__(self, **options: Any) -> None:
-        super().__init__(**{"path_type": Path} | options)
+        super().__init__(path_type=Path, **options)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the path."""
         if value == "":
-            self.fail(f"it must name a {self.what}, and is empty.", param, ctx)
+            self.fail(f"it must name a {'file' if self.file_okay else 'folder'}, and is empty.", param, ctx)
         return super().convert(value, param, ctx)
 
 
-class Folder(File):
-    """A folder, which need not exist."""
-
-    what = "folder"
-
-    def __init__(self) -> None:
-        super().__init__(file_okay=False)
-
-
+# A folder, which need not exist.
+FOLDER = File(file_okay=False)
 GPU_NAMES = ", ".join(target.name for target in KNOWN)
 # Ends the help of commands that take models. click would break a name at a hyphen; it leaves lines behind "\b" alone.
 NAMES = "\b\n" + textwrap.fill(
@@ -280,14 +271,12 @@ NAMES = "\b\n" + textwrap.fill(
 
 def tuner_command(**options: Any) -> Callable[[Callable[..., None]], click.Command]:
     """``click.command`` with the options of every command of the tuner: ``-h``, ``--version`` and ``--specs``."""
-    settings = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
-    version = click.version_option(__version__, prog_name="tilekern", message="%(prog)s %(version)s")
     specs = click.option(
         "--specs", multiple=True, metavar="MODULE", expose_value=False, is_eager=True,
         callback=lambda _context, _option, names: add_specs(*names),
         help="A module with kernels of your own, in a tuple SPECS; may be repeated.",
     )  # fmt: skip
-    return lambda function: version(specs(click.command(context_settings=settings, **options)(function)))
+    return lambda function: versioned(specs(click.command(context_settings=HELP, **options)(function)))
 
 
 class GroupedCommand(click.Command):

@@ -30,15 +30,14 @@ from tilekern.kernels import spec_named
 from tilekern.spec import Problem
 from tilekern.spec.targets import Target, here
 from tilekern.tuning.budget import Budget, LeftOut, Worth, is_as_good, served_by, turns_by_gain, worths_of
+from tilekern.tuning.compile.pool import compile_in_order, start_server
 from tilekern.tuning.compile.stage import (
     TIMEOUT_S,
     Compiling,
     Pool,
     compile_all,
-    compile_in_order,
     jobs_of,
     settled,
-    start_server,
 )
 from tilekern.tuning.measure.stage import MeasureSummary, Settled, measure_all
 from tilekern.tuning.predict.estimating import earlier_sweeps
@@ -83,15 +82,9 @@ Tell = Callable[[str, int, int], None]
 class Options:
     """Options of a pipeline.
 
-    Attributes:
+    Attributes: those that are not here are arguments of :func:`tilekern.tune`.
         stages: which of :data:`STAGES` run. Without ``compile``, measuring needs the GPU here; with it, winners are
             predicted where the GPU is not.
-        jobs: compile workers; one for each core where None.
-        timeout_s: wall seconds that one compile may take.
-        strategy: how candidates are timed.
-        executor: where to compile and measure: ``local``, ``ray``, or ``ray://HOST:PORT``.
-        gpus: how many GPUs to measure on at most; all where None.
-        budget_s: wall seconds after which no more work is begun; None for no limit.
         began: when the run began, by ``time.monotonic``; the budget counts from then.
         key: signs artifacts and records that are handed on.
         only_measured: publish measured winners alone.
@@ -501,7 +494,7 @@ class Pipeline:
             cluster = self._cluster()
             if self._compiles:
                 try:  # before anything is compiled
-                    cluster.require_gpu(self.sweep.target)
+                    cluster.width(self.sweep.target)
                 except InputError as error:
                     raise InputError(f"{error}; to compile alone give --stages plan,compile") from None
             yield cluster

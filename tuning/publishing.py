@@ -26,7 +26,7 @@ from tilekern.tuning.plan.beside import is_served_beside
 from tilekern.tuning.plan.steps import Planned
 from tilekern.tuning.predict.ranking import Prediction, ranking
 from tilekern.tuning.predict.roofline import Roofline, roofline
-from tilekern.tuning.strategies.selection import ranked
+from tilekern.tuning.strategies.lineup import ranked
 from tilekern.tuning.sweep.candidates import LIBRARY_LINE, Candidate, candidate
 from tilekern.tuning.sweep.folder import ArtifactLost, Sweep
 from tilekern.tuning.sweep.journal import Line
@@ -234,10 +234,6 @@ class Known:
         """Return the journal's line of a candidate's artifact, or an empty one."""
         return {} if item.is_library else self.compiled.get(item.artifact, {})
 
-    def is_usable(self, item: Candidate) -> bool:
-        """Return whether a candidate compiled, or needs no compiler."""
-        return item.is_library or self.line(item).get("status") == "ok"
-
     def is_wrong(self, item: Candidate) -> bool:
         """Return whether a candidate failed its check."""
         return not self.measured.get(item.key, {}).get("check", {}).get("passed", True)
@@ -247,8 +243,9 @@ class Known:
         return bool(self.measured[item.key]["check"].get("cases"))
 
     def may_win(self, item: Candidate) -> bool:
-        """Return whether a candidate is usable, not wrong and not in quarantine."""
-        return self.is_usable(item) and not self.is_wrong(item) and item.key not in self.quarantined
+        """Return whether a candidate compiled or needs no compiler, and is neither wrong nor in quarantine."""
+        is_usable = item.is_library or self.line(item).get("status") == "ok"
+        return is_usable and not self.is_wrong(item) and item.key not in self.quarantined
 
     def bits(self, item: Candidate) -> str:
         """Return a candidate's bit class; empty if a row's bits depend on others, or it is not known."""

@@ -51,6 +51,11 @@ def sizes_of(problem: Mapping[str, object]) -> str:
     return " ".join(name if value is True else str(value) for name, value in problem.items() if value is not False)
 
 
+def short(config: Mapping[str, object]) -> str:
+    """Return a config for a table, without what is off."""
+    return " ".join(f"{name}={value}" for name, value in config.items() if value not in (0, False))
+
+
 def table_for(
     console: Console,
     title: str,
@@ -259,11 +264,10 @@ def _plan_row(item: Count) -> list[str]:
 
 
 def _row(winner: Winner) -> list[str]:
-    config = " ".join(f"{name}={value}" for name, value in winner.record.config.items() if value not in (0, False))
     return [
         winner.kernel,
         sizes_of(winner.problem),
-        config,
+        short(winner.record.config),
         f"{winner.time_us:.1f}",
         f"{winner.roofline.bound} {100 * winner.share:.0f} %",
         f"{winner.gain:.2f}x",

@@ -10,7 +10,7 @@ import click
 from tilekern.cache import Entry, Record, by_preference
 from tilekern.cache_tools.shared.installed import is_fresh, is_stale
 from tilekern.cache_tools.shared.options import PLACE, as_json, command, with_filters
-from tilekern.cache_tools.shared.printing import natural, number, plain, print_json, print_table, time_us_of
+from tilekern.cache_tools.shared.printing import natural, number, plain, print_result, print_table, time_us_of
 from tilekern.cache_tools.shared.selection import Selection
 from tilekern.cache_tools.shared.sources import place_at
 from tilekern.spec import INVARIANT
@@ -45,10 +45,7 @@ def diff(before: Path, after: Path, selection: Selection, any_toolkit: bool, as_
         if any(item[side] and item[side]["stale"] for side in "ab"):
             document["stale"].append(item)
     document["unreadable"] = unreadable
-    if as_json:
-        print_json(document)
-    else:
-        _print(document)
+    print_result(document, as_json, lambda: _print(document))
 
 
 def _records_by_problem(

@@ -16,7 +16,7 @@ from tilekern.cache_tools.shared.printing import (
     invariant_of,
     natural,
     predicted_gain_of,
-    print_json,
+    print_result,
     print_table,
     size,
     time_us_of,
@@ -58,10 +58,7 @@ def ls(store: Store, selection: Selection, all_layers: bool, layer: str | None, 
                 document["records"].append(item | _summary(entry, entry.record))
             else:
                 document["unreadable"].append(item | {"problem": entry.problem})
-    if as_json:
-        print_json(document)
-    else:
-        _print(document, selection)
+    print_result(document, as_json, lambda: _print(document, selection))
 
 
 def _summary(entry: Entry, record: Record) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import click
 from tilekern.cache import NOT_FRESH, CacheError, Entry, Record, Step, Store, default_layers, lookup, parse_problem_key
 from tilekern.cache_tools.shared.installed import is_fresh, is_stale, today_of, toolkit_key
 from tilekern.cache_tools.shared.options import as_json, cache_dir, command, with_filters
-from tilekern.cache_tools.shared.printing import gain_of, invariant_of, plain, print_json, size, time_us_of
+from tilekern.cache_tools.shared.printing import gain_of, invariant_of, plain, print_result, size, time_us_of
 from tilekern.cache_tools.shared.selection import Selection
 from tilekern.cache_tools.shared.sources import Source, layers_of_a_lookup
 from tilekern.warning import tell
@@ -76,10 +76,7 @@ def show(
             name: _disassembled(source.place.read_blob(record.artifacts[name].sha256))
             for name in ([variant] if variant else record.artifacts)
         }
-    if as_json:
-        print_json(document)
-    else:
-        _print(document, record)
+    print_result(document, as_json, lambda: _print(document, record))
 
 
 def _of_one_gpu(store: Store, kernel: str, key: str, selection: Selection) -> list[tuple[Source, Entry]]:

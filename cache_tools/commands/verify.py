@@ -33,7 +33,7 @@ from tilekern.cache.trust.policy import Reader, Signers, must_be_signed, signatu
 from tilekern.cache.trust.signing import SIGNATURE_BYTES, is_signed
 from tilekern.cache_tools.shared.installed import freshness_of
 from tilekern.cache_tools.shared.options import PLACE, as_json, cache_dir, command
-from tilekern.cache_tools.shared.printing import count, print_json
+from tilekern.cache_tools.shared.printing import count, print_result
 from tilekern.warning import tell
 
 # The most files that are named beside a reason.
@@ -77,10 +77,7 @@ def verify(context: click.Context, path: Path | None, signed: bool, store: Store
             raise CacheError(f"there is no cache at {store.root}, which --cache-dir names")
     signed = signed or must_be_signed()
     document = _of_pack(path) if path and not path.is_dir() else _of_cache(Store(path) if path else store)
-    if as_json:
-        print_json(document)
-    else:
-        _print(document)
+    print_result(document, as_json, lambda: _print(document))
     untrusted = document["records"] - document["signatures"]["trusted"]
     if untrusted and signed and not as_json:
         tell(f"{count(untrusted, 'record')} without a trust root's signature, which signed trust needs")

@@ -9,7 +9,7 @@ import click
 from tilekern.cache import NOT_FRESH, CacheError, Hit, Step, Store, default_layers, parse_problem_key, problem_key
 from tilekern.cache_tools.shared.installed import digest_today, spec_named, target_named, toolkit_key
 from tilekern.cache_tools.shared.options import as_json, cache_dir, command
-from tilekern.cache_tools.shared.printing import plain, print_json, time_us_of
+from tilekern.cache_tools.shared.printing import plain, print_result, time_us_of
 from tilekern.warning import tell
 
 if TYPE_CHECKING:
@@ -72,10 +72,8 @@ def why(kernel: str, key: str, target_name: str | None, store: Store, as_json: b
         ],
         "hit": hit and _summary(hit),
     }
-    if as_json:
-        print_json(document)
-    else:
-        _print(document, trace, _otherwise(spec, spec.bucketed(problem), target))
+    bucketed = spec.bucketed(problem)
+    print_result(document, as_json, lambda: _print(document, trace, _otherwise(spec, bucketed, target)))
 
 
 def _otherwise(spec: KernelSpec, problem: Problem, target: Target) -> str:

@@ -10,14 +10,11 @@ from typing import Any
 
 import click
 
-from tilekern import __version__
 from tilekern.cache import CacheError, Store, user_root
 from tilekern.cache_tools.shared.selection import Selection
+from tilekern.warning import versioned
 
 Work = Callable[..., Any]
-# For the group and each of its commands.
-HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
-version = click.version_option(__version__, prog_name="tilekern", message="%(prog)s %(version)s")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
@@ -108,7 +105,7 @@ _FILTERS = {
 
 def command(work: Work) -> click.Command:
     """Make a command of the function's name, with --version."""
-    return version(click.command()(work))
+    return versioned(click.command()(work))
 
 
 def with_filters(*names: str) -> Callable[[Work], Work]:

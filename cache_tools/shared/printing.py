@@ -25,12 +25,14 @@ PIPE_COLUMNS = 120
 _GAP = 2
 
 
-def print_result(document: dict[str, Any], as_json: bool, text: str) -> None:
-    """Print the outcome of a command: one JSON document, or a line for people."""
+def print_result(document: dict[str, Any], as_json: bool, text: str | Callable[[], None]) -> None:
+    """Print the outcome of a command: one JSON document, or for people a line, or what a function prints."""
     if as_json:
         print_json(document)
-    else:
+    elif isinstance(text, str):
         tell(text)
+    else:
+        text()
 
 
 def print_json(document: Any) -> None:

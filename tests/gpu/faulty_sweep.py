@@ -11,7 +11,8 @@ from pathlib import Path
 
 from tilekern.kernels import faulty
 from tilekern.spec.targets import here
-from tilekern.tuning.compile.stage import compile_all, default_jobs, start_server
+from tilekern.tuning.compile.pool import start_server
+from tilekern.tuning.compile.stage import compile_all, default_jobs
 from tilekern.tuning.executors.local import LocalExecutor
 from tilekern.tuning.measure.stage import measure_all, tasks
 from tilekern.tuning.publishing import keep_winners

@@ -15,9 +15,9 @@ import pytest
 import tilekern
 from tilekern.patch import experts, loss, matching, patcher, patterns
 from tilekern.patch import listing as command_line
+from tilekern.patch.__main__ import main
 from tilekern.patch.digests import FORMS, Table, digest_of, digest_of_tree, quoted, shape_of
 from tilekern.patch.families import FAMILIES
-from tilekern.patch.listing import main
 from tilekern.patch.registry import patches
 from tilekern.runtime.switches import OPS
 

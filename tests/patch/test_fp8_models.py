@@ -86,7 +86,7 @@ def calls(monkeypatch):
         found.append(weights_and_activation[-1])
         return mlp(x, *weights_and_activation)
 
-    monkeypatch.setattr("tilekern.patch.fp8.fp8_linears", noted_linears)
+    monkeypatch.setattr(tilekern.patch.fp8.Linear, "results", staticmethod(noted_linears))
     monkeypatch.setattr("tilekern.patch.fp8.fp8_gated_mlp", noted_mlp)
     return found
 

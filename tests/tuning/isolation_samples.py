@@ -17,7 +17,7 @@ from typing import Any
 from tilekern.compile import cutile
 from tilekern.compile.toolchain import toolkit
 from tilekern.runtime.workers import disposable
-from tilekern.tuning.compile.pool import Answer
+from tilekern.runtime.workers.pool import Answer
 from tilekern.tuning.compile.stage import compile_one
 from tilekern.tuning.measure.tasks import CUDA, INPUTS, QUEUE, STRATEGY, Steps, Task
 from tilekern.tuning.measure.timing import Timing

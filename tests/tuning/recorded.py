@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tilekern.runtime.workers.pool import Answer
 from tilekern.spec import Config, Problem
 from tilekern.spec.targets import Target
 from tilekern.tuning.compile.order import Order
-from tilekern.tuning.compile.pool import Answer
 from tilekern.tuning.executors import FINISHED
 from tilekern.tuning.measure.process import Noted
 from tilekern.tuning.measure.tasks import Entrant, Task

@@ -19,11 +19,12 @@ from tuning_samples import COMPILED, SMALL
 from tilekern.compile import cutile
 from tilekern.compile.toolchain import Toolkit, toolkit
 from tilekern.errors import CompileFailed, CompileInterrupted, CompileTimeout, InputError
+from tilekern.runtime.workers.pool import Answer, Lost
 from tilekern.spec import Config, Problem
 from tilekern.spec.targets import resolve
 from tilekern.tuning.compile import stage as compiling
 from tilekern.tuning.compile.order import Order
-from tilekern.tuning.compile.pool import Answer, Lost, compile_in_order, start_server
+from tilekern.tuning.compile.pool import compile_in_order, start_server
 from tilekern.tuning.compile.stage import compile_all, wanted
 from tilekern.tuning.sweep.candidates import candidate, candidates
 from tilekern.tuning.sweep.folder import Sweep

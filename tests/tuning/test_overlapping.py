@@ -16,9 +16,9 @@ from tuning_samples import SMALL, WIDE, needs_compiler
 
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
+from tilekern.runtime.workers.pool import Answer
 from tilekern.tuning.compile import stage
 from tilekern.tuning.compile.order import Order, turns_of
-from tilekern.tuning.compile.pool import Answer
 from tilekern.tuning.compile.stage import Compiling, Readiness, compile_all
 from tilekern.tuning.measure.stage import measure_all
 from tilekern.tuning.pipeline import NO_TOOLKIT

@@ -11,7 +11,7 @@ from tuning_samples import COMPILED, SMALL
 from tilekern.errors import TilekernWarning
 from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED
-from tilekern.tuning.measure import libraries
+from tilekern.tuning.measure import gpu as measuring
 from tilekern.tuning.measure.stage import measure_all
 from tilekern.tuning.publishing import keep_winners
 from tilekern.tuning.sweep.folder import Sweep
@@ -160,10 +160,10 @@ def test_libraries_are_those_that_torch_was_installed_with(monkeypatch):
 
     needs = ["filelock", "nvidia-cublas<=13.2,>=13.1; sys_platform == 'linux'", "nvidia-cudnn-cu13==9.19.0.56", "x"]
     there = {"nvidia-cublas": "13.1.0.3", "nvidia-cudnn-cu13": "9.19.0.56"}
-    monkeypatch.setattr(libraries.importlib.metadata, "requires", lambda _: needs)
-    monkeypatch.setattr(libraries.importlib.metadata, "version", there.__getitem__)
+    monkeypatch.setattr(measuring.importlib.metadata, "requires", lambda _: needs)
+    monkeypatch.setattr(measuring.importlib.metadata, "version", there.__getitem__)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)
-    assert libraries.versions() == {"cublas": "13.1.0.3", "cudnn": "9.19.0.56"}
+    assert measuring.versions() == {"cublas": "13.1.0.3", "cudnn": "9.19.0.56"}
     # What is loaded counts, whatever was installed.
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
-    assert libraries.versions() == {"cublas": "13.1.0.3", "cudnn": "92000"}
+    assert measuring.versions() == {"cublas": "13.1.0.3", "cudnn": "92000"}

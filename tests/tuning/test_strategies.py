@@ -27,7 +27,7 @@ from tilekern.tuning.strategies import (
     race,
     strategy_named,
 )
-from tilekern.tuning.strategies.selection import ranked
+from tilekern.tuning.strategies.lineup import ranked
 from tilekern.tuning.sweep.lines import COPY
 
 CALM = Noise(outliers=0.0)

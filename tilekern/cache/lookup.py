@@ -318,15 +318,10 @@ def _read(kernel: str, candidate: _Candidate, source: str, steps: list[Step]) ->
             warn_once(f"a record of {kernel} is passed over: {detail}", about=detail)
     if found is None:
         steps.append(candidate.step(outcome, detail))
-        if outcome in (STALE, "unknown_schema"):
-            _tell_of_other_versions(candidate.layer)
+        package = getattr(candidate.layer, "package", None)
+        if package and outcome in (STALE, "unknown_schema"):
+            warn_once(other_versions(package))
     return found
-
-
-def _tell_of_other_versions(layer: Layer) -> None:
-    """Say once that an installed package has records which this tilekern does not use."""
-    if package := getattr(layer, "package", None):
-        warn_once(other_versions(package))
 
 
 def other_versions(package: str) -> str:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from tilekern.doctor import examine
-from tilekern.errors import InputError, TilekernError
-from tilekern.warning import command_line, flush, one_line, tell
+from tilekern.errors import InputError
+from tilekern.warning import command_line, fail, flush
 
 
 class _Parser(argparse.ArgumentParser):
@@ -38,19 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         given = parser.parse_args(arguments)
         report = examine(given.model, given.gpu, autocast=given.autocast)
-    except (TilekernError, ValueError) as error:
-        return _fail(str(error))
+    except ValueError as error:
+        return fail(str(error))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a path may have letters outside the terminal's encoding
     width = shutil.get_terminal_size((100, 24)).columns
     print(json.dumps(report.document, indent=1) if given.as_json else report.text(width))  # noqa: T201
     flush()
     return 1 if report.wrong else 0
-
-
-def _fail(message: str) -> int:
-    tell(f"tilekern: {one_line(message)}", err=True)
-    return 2
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import msgspec
 
 from tilekern.errors import InputError
 from tilekern.inference.host_tensors import HostTensor, MappedFile
-from tilekern.inference.hub import cache_folder, cached_snapshot, download, is_hub_id
+from tilekern.inference.hub import HUB_ID, cache_folder, cached_snapshot, download
 from tilekern.inference.json_files import read_json
 from tilekern.inference.safetensors_files import read_safetensors
 
@@ -104,7 +104,7 @@ def _located(where: str | os.PathLike[str]) -> tuple[Path, _Weights]:
         return path.parent, {path: None}
     if os.path.isdir(where):
         return path, _weights(path)
-    if not isinstance(where, str) or not is_hub_id(where):
+    if not isinstance(where, str) or not HUB_ID.fullmatch(where):
         raise InputError(
             f"{where or repr(where)} is neither a folder nor a file; pass one, or a hub id such as Qwen/Qwen3-0.6B"
         )

@@ -8,14 +8,10 @@ from pathlib import Path
 
 from tilekern.errors import InputError
 
-_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
+# The form of a repository's id, ``ORG/NAME`` or ``NAME``.
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _TRUE = ("1", "ON", "YES", "TRUE")
-
-
-def is_hub_id(text: str) -> bool:
-    """Return whether a text has the form of a repository's id, ``ORG/NAME`` or ``NAME``."""
-    return _ID.fullmatch(text) is not None
 
 
 def cache_folder() -> Path:

@@ -204,7 +204,10 @@ class Step:
                 continue
             joined, attended = None, self._joined(self._behind(attended, layer.output))
             x, y = self._normed(x, attended, layer.mlp_norm, self._only_product(layer))
-            added = self._joined(self._by_experts(layer, y) if layer.router is not None else self._mlp(layer, y))
+            if layer.router is not None:
+                added = self._joined(self._by_experts(layer, y))
+            else:
+                added = self._joined(self._behind(self._inner(layer, y), layer.down))
         if not has_logits:
             return
         if joined is not None:  # the last layer's launch has the final norm, too
@@ -485,9 +488,6 @@ class Step:
             total=number, y=y,
         )  # fmt: skip
         return y
-
-    def _mlp(self, layer: Layer, x: Array | Awaited) -> Array:
-        return self._behind(self._inner(layer, x), layer.down)
 
     def _inner(self, layer: Layer, x: Array | Awaited) -> Array:
         """Return what an MLP computes before its last product."""

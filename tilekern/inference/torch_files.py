@@ -260,16 +260,12 @@ def _push(machine: _Machine, argument: Any) -> None:
     machine.stack.append(argument)
 
 
-def _skip(machine: _Machine, argument: Any) -> None:
-    pass
-
-
 def _memoize(machine: _Machine, argument: int | None) -> None:
     machine.memo[len(machine.memo) if argument is None else argument] = machine.stack[-1]
 
 
 _STEPS: dict[str, Callable[[_Machine, Any], None]] = {
-    **dict.fromkeys(("PROTO", "FRAME", "STOP"), _skip),
+    **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda _machine, _argument: None),
     **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE"), _push),
     **dict.fromkeys(("BINPUT", "LONG_BINPUT", "MEMOIZE"), _memoize),
     **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda machine, number: _push(machine, machine.memo[number])),

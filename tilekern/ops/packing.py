@@ -5,10 +5,35 @@ from __future__ import annotations
 import collections
 import itertools
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+
+_T = TypeVar("_T")
+
+
+class LastReads(Generic[_T]):
+    """What was read of the last two tensors, as of queries and of keys, until something is written to them.
+
+    All layers of a model pass the same mask, positions or starts, and reading a value waits for the GPU.
+    """
+
+    def __init__(self) -> None:
+        self._last: collections.deque[tuple[weakref.ref[Tensor], int, _T]] = collections.deque(maxlen=2)
+
+    def of(self, x: Tensor, read: Callable[[], _T]) -> _T:
+        """Return what ``read`` returned for this tensor, or what it returns now."""
+        # Tensors of inference mode have no version counter.
+        version = None if x.is_inference() else x._version
+        for tensor, seen, found in tuple(self._last):  # other threads read too
+            if version is not None and tensor() is x and seen == version:
+                return found
+        found = read()
+        if version is not None:
+            self._last.appendleft((weakref.ref(x), version, found))
+        return found
 
 
 def check_starts(
@@ -59,23 +84,11 @@ def is_capturing() -> bool:
         return False
 
 
-# The starts that were read last, of queries and of keys: the tensor, its version at that time, the longest sequence.
-_last: collections.deque[tuple[Any, int, int]] = collections.deque(maxlen=2)
+_longest = LastReads[int]()
 
 
 def longest(starts: Tensor, tokens: int) -> int:
-    """Return the length of the longest sequence, or ``tokens``, an upper bound, if values cannot be read.
-
-    All layers of a model pass the same tensor, which is read once.
-    """
+    """Return the length of the longest sequence, or ``tokens``, an upper bound, if values cannot be read."""
     if not can_read() or starts.device.type == "meta" or type(starts) is not Tensor:
         return tokens
-    # Tensors of inference mode have no version.
-    version = None if starts.is_inference() else starts._version
-    for tensor, seen, length in _last:
-        if version is not None and tensor() is starts and seen == version:
-            return length
-    length = int(starts.diff().max())
-    if version is not None:
-        _last.appendleft((weakref.ref(starts), version, length))
-    return length
+    return _longest.of(starts, lambda: int(starts.diff().max()))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -183,8 +182,10 @@ def _by_torch(
     _note_fallback(why, masked)
     if special:
         return _special(query, key, value, attention_mask, scale, softcap, sinks), None
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
     with _capturable():
-        found: tuple[torch.Tensor, None] = _sdpa()(
+        found: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scale, is_causal=causal, **kwargs
         )
         return found
@@ -470,12 +471,6 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def _is_foreign(query: torch.Tensor) -> bool:
     """Return whether a tensor is of a subclass (DTensor and the like), which the kernels do not support."""
     return type(query) is not torch.Tensor
-
-
-def _sdpa() -> Callable[..., Any]:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    return sdpa_attention_forward
 
 
 def register() -> None:

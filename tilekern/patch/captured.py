@@ -26,6 +26,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from tilekern.compile.garbage import search_put_off
 from tilekern.ops import packing
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -330,7 +331,9 @@ class CapturedStep:
         except Exception as error:  # noqa: BLE001
             raise Refused(why(error)) from None
         finally:
-            _set_random_state(self._room.device, before)
+            torch.set_rng_state(before[0])
+            if self._room.device.type == "cuda":
+                torch.cuda.set_rng_state(before[1], self._room.device)
             self._forget_gradients()
             self._graded, self._leaves = [], []
         if versions != [x._version for _, x, _ in buffers if not x.is_inference()]:
@@ -348,7 +351,7 @@ class CapturedStep:
     def _record(self, model: torch.nn.Module) -> None:
         if self._room.device.type == "cuda":
             gc.collect()  # cycles of earlier steps may hold the GPU's memory
-        with as_captured(), no_collection(), torch.enable_grad():
+        with as_captured(), search_put_off(), torch.enable_grad():  # a capture may not free the tensors of cycles
             try:
                 self._forward.record(lambda: self._run_forward(model))
                 # Outside of both graphs: each step writes here what its backward begins with.
@@ -539,27 +542,9 @@ def _waiting_refused(device: torch.device) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode(before)
 
 
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Keep Python from collecting cycles, whose tensors a capture may not free."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
 def _random_state(device: torch.device) -> tuple[Tensor, ...]:
     on_gpu = (torch.cuda.get_rng_state(device),) if device.type == "cuda" else ()
     return torch.get_rng_state(), *on_gpu
-
-
-def _set_random_state(device: torch.device, state: tuple[Tensor, ...]) -> None:
-    torch.set_rng_state(state[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state[1], device)
 
 
 def why(error: Exception) -> str:

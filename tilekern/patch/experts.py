@@ -212,7 +212,9 @@ def run_experts(
         warn_once(f"{type(module).__name__}: {reason}; transformers' own grouped products run")
         count_fallback(FORWARD, reason)
     if reason:
-        return _otherwise()(module, hidden_states, top_k_index, top_k_weights)
+        from transformers.integrations.moe import grouped_mm_experts_forward
+
+        return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
     if top_k_weights.shape != top_k_index.shape:
         # In older releases of transformers, routers of some families return a weight for every expert.
         top_k_weights = top_k_weights.gather(1, top_k_index)
@@ -266,12 +268,6 @@ def scaled_layer(original: Callable[..., Any]) -> Callable[..., Any]:
         return self.shared_expert(x).add_(y.view(*ids.shape, -1).sum(1)), logits
 
     return named_as(forward, original)
-
-
-def _otherwise() -> Callable[..., torch.Tensor]:
-    from transformers.integrations.moe import grouped_mm_experts_forward
-
-    return grouped_mm_experts_forward
 
 
 def register() -> None:

@@ -57,11 +57,14 @@ class Linear(torch.nn.Linear):
         fp8: the format.
         kernel: the kernel by whose name calls of torch's layer are counted.
         products: those of a decoder layer that is one op.
+        result, results: the op of one layer, and of several that share their input.
     """
 
     fp8: ClassVar[str] = ROWWISE
     kernel: ClassVar[str] = "fp8_matmul"
     products: ClassVar[Products] = fp8_layer_products.ROWWISE
+    result: ClassVar[Callable[..., torch.Tensor]] = staticmethod(fp8_linear)
+    results: ClassVar[Callable[..., tuple[torch.Tensor, ...]]] = staticmethod(fp8_linears)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x @ weight^T + bias`` [..., out_features] of ``x`` [..., in_features]."""
@@ -78,16 +81,6 @@ class Linear(torch.nn.Linear):
             count_own(self.kernel, SUBCLASS)
             return torch.nn.functional.linear(x, weight, bias)
         return (self.result if _are_alike(x, weight) else torch.nn.functional.linear)(x, weight, bias)
-
-    @staticmethod
-    def result(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return the result of one layer."""
-        return fp8_linear(x, weight, bias)
-
-    @staticmethod
-    def results(x: torch.Tensor, layers: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        """Return the result of each of some layers, weight and bias, that share ``x``."""
-        return fp8_linears(x, layers)
 
     def extra_repr(self) -> str:
         """Return torch's text and the format."""
@@ -111,16 +104,8 @@ class BlockwiseLinear(Linear):
     fp8 = BLOCKWISE
     kernel = "fp8_block_matmul"
     products = fp8_layer_products.BLOCKWISE
-
-    @staticmethod
-    def result(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return the result of one layer."""
-        return fp8_block_linear(x, weight, bias)
-
-    @staticmethod
-    def results(x: torch.Tensor, layers: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        """Return the result of each of some layers, weight and bias, that share ``x``."""
-        return fp8_block_linears(x, layers)
+    result = staticmethod(fp8_block_linear)
+    results = staticmethod(fp8_block_linears)
 
 
 class Mxfp8Linear(Linear):
@@ -129,16 +114,8 @@ class Mxfp8Linear(Linear):
     fp8 = MXFP8
     kernel = "mxfp8_matmul"
     products = fp8_layer_products.MXFP8
-
-    @staticmethod
-    def result(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return the result of one layer."""
-        return mxfp8_linear(x, weight, bias)
-
-    @staticmethod
-    def results(x: torch.Tensor, layers: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        """Return the result of each of some layers, weight and bias, that share ``x``."""
-        return mxfp8_linears(x, layers)
+    result = staticmethod(mxfp8_linear)
+    results = staticmethod(mxfp8_linears)
 
 
 _CLASSES = {kind.fp8: kind for kind in (Linear, BlockwiseLinear, Mxfp8Linear)}

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tilekern.errors import InputError
-from tilekern.ops.packing import is_capturing
+from tilekern.ops.packing import LastReads, is_capturing
 from tilekern.ops.registration import modes, transforms
 from tilekern.patch import padding
 from tilekern.patch.captured import CAPTURE_FAILED, Call, CapturedStep, Refused, Room, exchanged, inside, is_inside
@@ -132,7 +132,6 @@ class Graphs:
         self._watched: Any = None  # the form whose last eager call before its capture comes now
         self._facts: _Facts | None = None
         self._room: Room | None = None
-        self._values = _Values()
         self.replays = self.first = 0
         self.reasons: Counter[str] = Counter()
 
@@ -239,7 +238,7 @@ class Graphs:
         room = self._room_of(model)
         if self._facts is not None and not self._facts.is_trained:
             raise self._said(model, "no parameter requires a gradient")
-        arguments = self._values.without(_with_plain_numbers(arguments, room.device))
+        arguments = _without_what_says_nothing(_with_plain_numbers(arguments, room.device))
         arguments = self._with_starts(model, self._padded(arguments))
         if "labels" in arguments and (self._takes_any or "use_cache" in self._names):
             # A model that trains makes no cache of keys and values unless it is asked for one.
@@ -327,14 +326,15 @@ class Graphs:
         left_out, by_rows = {"attention_mask"}, ["input_ids", "labels"]
         if positions is not None and ids.shape[0] == 1 and positions.shape == ids.shape:
             left_out |= _STARTS  # they are found again, with that of the new sequence
-            by_rows += [name for name in ("position_ids", "seq_idx") if _has_shape(arguments.get(name), ids.shape)]
+            alike = ((name, arguments.get(name)) for name in ("position_ids", "seq_idx"))
+            by_rows += [name for name, x in alike if isinstance(x, Tensor) and x.shape == ids.shape]
         arguments = {name: x for name, x in arguments.items() if name not in left_out}
         unknown = [
             name for name, x in arguments.items() if isinstance(x, Tensor) and x.dim() > 0 and name not in by_rows
         ]
         if unknown and room:
             raise Refused(f"lengths= cannot pad {unknown[0]}")
-        if mask is not None and not self._values.hides_padding_alone(mask, labels):
+        if mask is not None and not _hides_padding_alone(mask, labels):
             raise Refused("a mask that hides more than padding at the right")
         return arguments | {name: _FURTHER[name](arguments[name], room) for name in by_rows if room}
 
@@ -373,10 +373,6 @@ def _pads_behind(model: torch.nn.Module, arguments: dict[str, Any]) -> bool:
     return found is not None and found.is_behind
 
 
-def _has_shape(x: Any, shape: torch.Size) -> bool:
-    return isinstance(x, Tensor) and x.shape == shape
-
-
 # Rows [rows, tokens] with some tokens more, which are a sequence of their own in a packed row.
 _FURTHER: dict[str, Callable[[Tensor, int], Tensor]] = {
     "input_ids": lambda x, room: torch.nn.functional.pad(x, (0, room)),
@@ -397,43 +393,37 @@ def _with_plain_numbers(arguments: dict[str, Any], device: torch.device) -> dict
     return arguments
 
 
-class _Values:
-    """What is known of the values of masks and positions: they are read once for each tensor.
+# Whether positions count up.
+_counted = LastReads[bool]()
 
-    A mask of ones and positions that count up are not given to a captured step, since a model takes them for granted.
-    """
 
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[weakref.ref[Tensor], int, bool]] = {}
+def _without_what_says_nothing(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments without a mask of ones and positions that count up, which a model takes for granted."""
+    said = {name: x for name, x in arguments.items() if x is not None or name not in _SAY_NOTHING}
+    for name in _SAY_NOTHING:
+        x = said.get(name)
+        if isinstance(x, Tensor) and x.dim() == 2 and (_is_whole if name == "attention_mask" else _counts_up)(x):
+            del said[name]
+    return said
 
-    def without(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return arguments without those that say nothing."""
-        said = {name: x for name, x in arguments.items() if x is not None or name not in _SAY_NOTHING}
-        for name in _SAY_NOTHING:
-            x = said.get(name)
-            if isinstance(x, Tensor) and x.dim() == 2 and self._holds(name, x):
-                del said[name]
-        return said
 
-    def hides_padding_alone(self, mask: Tensor, labels: Tensor) -> bool:
-        """Return whether a mask [rows, tokens] hides tokens at the right of rows alone, none with a label."""
-        if mask.shape != labels.shape:
-            return False
-        shown = mask.bool()
-        return bool(((shown[:, :-1] | ~shown[:, 1:]).all() & (shown | (labels == -100)).all()).item())
+def _is_whole(mask: Tensor) -> bool:
+    found = padding.padding_of(mask)  # as :func:`_pads_behind` asks for it, so that one wait serves both
+    return found is not None and found.is_none
 
-    def _holds(self, name: str, x: Tensor) -> bool:
-        last, version, holds = self._known.get(name, (lambda: None, 0, False))
-        now = -1 if x.is_inference() else x._version
-        if now >= 0 and last() is x and version == now:
-            return holds
-        if name == "attention_mask":
-            found = padding.padding_of(x)  # as :func:`_pads_behind` asks for it, so that one wait serves both
-            holds = found is not None and found.is_none
-        else:
-            holds = bool((x == torch.arange(x.shape[1], dtype=torch.int64, device=x.device)).all().item())
-        self._known[name] = weakref.ref(x), now, holds
-        return holds
+
+def _counts_up(x: Tensor) -> bool:
+    return _counted.of(
+        x, lambda: bool((x == torch.arange(x.shape[1], dtype=torch.int64, device=x.device)).all().item())
+    )
+
+
+def _hides_padding_alone(mask: Tensor, labels: Tensor) -> bool:
+    """Return whether a mask [rows, tokens] hides tokens at the right of rows alone, none with a label."""
+    if mask.shape != labels.shape:
+        return False
+    shown = mask.bool()
+    return bool(((shown[:, :-1] | ~shown[:, 1:]).all() & (shown | (labels == -100)).all()).item())
 
 
 _SAY_NOTHING = ("attention_mask", "position_ids")
@@ -629,14 +619,11 @@ class _Place:
         if module is None:
             return None
         found = graphs_of_instance(module)
-        if found is None and _may_step(module) and not is_inside() and any(x in _everywhere for x in kind.__mro__):
+        may_step = module.training or not torch.is_grad_enabled()
+        if found is None and may_step and not is_inside() and any(x in _everywhere for x in kind.__mro__):
             inner = next(iter(graphs_of(module).values()), None)
             found = _give(module, Graphs(module) if inner is None else inner.of(module))
         return found
-
-
-def _may_step(module: torch.nn.Module) -> bool:
-    return module.training or not torch.is_grad_enabled()
 
 
 # Classes whose models have graphs without being asked: of :func:`stand_in`.

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import click
 
-from tilekern import __version__
-from tilekern.errors import InputError, TilekernError, TilekernWarning
+from tilekern.errors import InputError
 from tilekern.patch import list_patches
 from tilekern.patch.differences import differences
 from tilekern.patch.families import FAMILIES, Family
@@ -19,7 +18,7 @@ from tilekern.patch.matching import Module, patches_of, path_of
 from tilekern.patch.registry import check_choice, check_ops, home_of, known_ops
 from tilekern.runtime.settings import check_settings
 from tilekern.runtime.switches import EXPERTS, FORMS, OF_MODELS
-from tilekern.warning import flush, invoke, one_line, shown_plainly, tell
+from tilekern.warning import HELP, flush, invoke, shown_plainly, versioned
 
 
 class Row(NamedTuple):
@@ -33,7 +32,8 @@ class Row(NamedTuple):
     reason: str
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@versioned
+@click.command(context_settings=HELP)
 @click.option(
     "--model",
     "models",
@@ -47,7 +47,6 @@ class Row(NamedTuple):
 @click.option("--diff", is_flag=True, help="Print how code without a known form differs from the nearest one.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document, with the digests.")
 @click.argument("folders", metavar="[FOLDER]...", nargs=-1, type=click.Path(path_type=Path))
-@click.version_option(__version__, prog_name="tilekern", message="%(prog)s %(version)s")
 def command(
     folders: Sequence[Path], models: Sequence[str], ops: Sequence[str], everything: bool, diff: bool, as_json: bool
 ) -> None:  # fmt: skip
@@ -126,20 +125,10 @@ def _counts(rows: Sequence[Row]) -> Iterator[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code, 2 for bad input."""
-    try:
-        with shown_plainly():
-            invoke(command, arguments, "python -m tilekern.patch")
-        flush()
-    except click.ClickException as error:
-        return _fail(error.format_message())
-    except (TilekernError, TilekernWarning) as error:
-        return _fail(str(error))
+    with shown_plainly():
+        invoke(command, arguments, "python -m tilekern.patch")
+    flush()
     return 0
-
-
-def _fail(message: str) -> int:
-    tell(f"tilekern: {one_line(message)}", err=True)
-    return 2
 
 
 def _width() -> int:

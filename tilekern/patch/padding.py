@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-import weakref
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+
+from tilekern.ops.packing import LastReads
 
 
 class Keys(NamedTuple):
@@ -86,21 +87,12 @@ class Padding:
 
 # Whether the masks of the step that is captured hide only what stands behind the tokens: it cannot look.
 is_behind_in_graph = False
-# The last mask that was read, its version at that time, and what it says.
-_last: tuple[Any, int, Padding | None] = (lambda: None, -1, None)
+_last = LastReads[Padding | None]()
 
 
 def padding_of(mask: torch.Tensor) -> Padding | None:
     """Return the runs of a mask [rows, tokens]; None if no row has one, or a row has tokens behind a gap."""
-    global _last  # noqa: PLW0603
-    tensor, version, found = _last
-    # Tensors of inference mode have no version counter.
-    current = -1 if mask.is_inference() else mask._version
-    if current >= 0 and tensor() is mask and version == current:
-        return found
-    found = _read(mask)
-    _last = (weakref.ref(mask), current, found)
-    return found
+    return _last.of(mask, lambda: _read(mask))
 
 
 def _read(mask: torch.Tensor) -> Padding | None:

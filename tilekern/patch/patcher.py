@@ -501,7 +501,7 @@ def list_patches(model_type: str | None = None) -> list[Found]:
         return [
             examine(patch, _ledger) if patch in own or patch.module in sys.modules else as_read(patch)
             for patch in patches(model_type)
-            if patch.is_of_one_op
+            if len(patch.asked) == 1
         ]
 
 

@@ -1,7 +1,8 @@
 """Replace statements of a function by a call, in the function's own text; all other code stays.
 
 Each pattern changes a definition in place and returns the number of replacements. Code that it does not recognise
-exactly is left alone: an extra statement in between, or a result that is used differently.
+exactly is left alone: an extra statement in between, or a result that is used differently. ``norms``, ``linears`` and
+``activations`` are the attributes of ``self`` that hold such modules; ``rotation`` is the function that rotates.
 """
 
 from __future__ import annotations
@@ -33,12 +34,7 @@ _NOT_AT_ONCE = (ast.Lambda, ast.IfExp, ast.BoolOp, ast.Compare, ast.comprehensio
 
 
 def sums_and_norms(function: ast.FunctionDef, norms: Collection[str]) -> int:
-    """Replace sums with their norm, sums with a norm as one term, and sums with both.
-
-    Args:
-        function: changed in place.
-        norms: attributes of ``self`` that hold norms.
-    """
+    """Replace sums with their norm, sums with a norm as one term, and sums with both."""
     return add_norm(function, norms) + norm_add(function, norms)
 
 
@@ -47,10 +43,6 @@ def add_norm(function: ast.FunctionDef, norms: Collection[str]) -> int:
 
     The norm may be inside the last statement: ``b = a + self.mlp(self.norm(a))``. An ``if`` may follow the sum, such as
     GPT-2's for cross attention; if its test is true, the original steps run.
-
-    Args:
-        function: changed in place.
-        norms: attributes of ``self`` that hold norms.
     """
     number = 0
     for body in _bodies(function):
@@ -133,10 +125,6 @@ def norm_add(function: ast.FunctionDef, norms: Collection[str]) -> int:
     """Replace a norm and its sum with a variable: ``x = self.norm(x)``, then ``x = residual + x``.
 
     The sum may already be changed by :func:`add_norm`. The norm's result must have no other use.
-
-    Args:
-        function: changed in place.
-        norms: attributes of ``self`` that hold norms.
     """
     number = 0
     for body in _bodies(function):
@@ -197,12 +185,7 @@ class _Exchanged(ast.NodeTransformer):
 
 
 def normed(function: ast.FunctionDef, norms: Collection[str]) -> int:
-    """Replace calls of norms, ``self.norm(x)`` with one argument, anywhere in the text.
-
-    Args:
-        function: changed in place.
-        norms: attributes of ``self`` that hold norms.
-    """
+    """Replace calls of norms, ``self.norm(x)`` with one argument, anywhere in the text."""
     calls = [x for x in _calls(function) if _own_call(x) in norms and len(x.args) == 1 and not x.keywords]
     calls = [x for x in calls if not isinstance(x.args[0], ast.Starred)]
     for call in calls:
@@ -212,13 +195,7 @@ def normed(function: ast.FunctionDef, norms: Collection[str]) -> int:
 
 
 def mlp(function: ast.FunctionDef, linears: Collection[str], activations: Collection[str]) -> int:
-    """Replace ``self.down(self.act(self.up(x)))`` in one or more statements, optionally with dropout before ``down``.
-
-    Args:
-        function: changed in place.
-        linears: attributes of ``self`` that hold linear layers.
-        activations: attributes of ``self`` that hold activations.
-    """
+    """Replace ``self.down(self.act(self.up(x)))`` in one or more statements, also with dropout before ``down``."""
     body = function.body
     for place, statement in enumerate(body):
         calls = [x for x in ast.walk(statement) if isinstance(x, ast.Call)]
@@ -288,11 +265,6 @@ def qk_norm_rope(function: ast.FunctionDef, norms: Collection[str], rotation: st
     transpose of tokens and heads) or right after it. Norms or rotation may be under a condition. The layers that make
     q, k and v from one input are called together if they are in the forward too. Alternatively q and k have a statement
     each, ``q = rotation(q, ...)``, with k's in the ``else`` of a condition (:func:`_normed_apart`).
-
-    Args:
-        function: changed in place.
-        norms: attributes of ``self`` that hold norms.
-        rotation: the name of the function that rotates.
     """
     for body in _bodies(function):
         for place in range(len(body)):

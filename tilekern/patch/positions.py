@@ -8,12 +8,12 @@ module reads them once per forward, from the frame of the model's code that requ
 from __future__ import annotations
 
 import sys
-import weakref
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
 
+from tilekern.ops.packing import LastReads
 from tilekern.patch.guards import constant_in_graphs
 
 _NAMES = ("text_position_ids", "position_ids")
@@ -168,7 +168,7 @@ def number_of_sequences(ids: torch.Tensor, visible: torch.Tensor | None = None) 
     return begins.int().cumsum(0)
 
 
-_last: tuple[Any, ...] = (lambda: None, -1, None)
+_last = LastReads[Sequences | None]()
 
 
 def look(ids: torch.Tensor, known: torch.Tensor | None = None) -> Sequences | None:
@@ -176,15 +176,7 @@ def look(ids: torch.Tensor, known: torch.Tensor | None = None) -> Sequences | No
 
     ``known`` are the tokens' sequence numbers, [tokens], if transformers has computed them.
     """
-    global _last  # noqa: PLW0603
-    tensor, version, found = _last
-    # Tensors of inference mode have no version counter.
-    current = -1 if ids.is_inference() else ids._version
-    if current >= 0 and tensor() is ids and version == current:
-        return found
-    found = cut(number_of_sequences(ids.cpu()) if known is None else known.cpu(), ids.device)
-    _last = (weakref.ref(ids), current, found)
-    return found
+    return _last.of(ids, lambda: cut(number_of_sequences(ids.cpu()) if known is None else known.cpu(), ids.device))
 
 
 def cut(numbers: torch.Tensor, device: torch.device) -> Sequences | None:

@@ -59,10 +59,6 @@ class Batch:
             found["attention_mask"] = _told_mask(*shape) if is_invariant() else _dense_mask(*shape)
         return found
 
-    def trained_in(self) -> bool:
-        """Return True: the model is put into training mode."""
-        return True
-
     def backward(self, model: Any) -> None:
         """Run a forward and its backward."""
         loss = model(**self.inputs()).loss
@@ -114,10 +110,6 @@ class Call:
                 kwargs["attention_mask"] = _dense_mask(*mask.shape)
         args, kwargs = tree_map(_without_values, (tuple(self.args), kwargs))
         return Call(args, kwargs, self.has_gradient)
-
-    def trained_in(self) -> bool:
-        """Return False: the model stays in its mode."""
-        return False
 
     def backward(self, model: Any) -> None:
         """Run the forward, and the backward of the loss, or of all results if the job computes the loss itself."""
@@ -257,7 +249,7 @@ def step_as_it_is(model: torch.nn.Module, batch: Batch | Call, *, adamw: bool = 
     Raises:
         InputError: the model has no configuration, or its step cannot be taken on meta tensors.
     """
-    on_copy(model, lambda one: step(one.train() if batch.trained_in() else one, batch, adamw=adamw))
+    on_copy(model, lambda one: step(one.train() if isinstance(batch, Batch) else one, batch, adamw=adamw))
 
 
 def on_copy(model: torch.nn.Module, run: Callable[[torch.nn.Module], None]) -> None:

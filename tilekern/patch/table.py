@@ -74,11 +74,6 @@ class Patch:
         return frozenset((*self.ops, *self.besides))
 
     @property
-    def is_of_one_op(self) -> bool:
-        """Whether the stand-in serves one op and does the work of no other."""
-        return len(self.ops) == 1 and not self.besides
-
-    @property
     def target(self) -> str:
         """The full dotted path of the replaced function."""
         return f"{self.module}.{self.attribute}" if self.attribute else self.module

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from tilekern.compile.garbage import search_put_off
 from tilekern.patch import static_caches
-from tilekern.patch.captured import CAPTURE_FAILED, Refused, Room, as_captured, no_collection, why
+from tilekern.patch.captured import CAPTURE_FAILED, Refused, Room, as_captured, why
 from tilekern.patch.decoding import keys_of
 from tilekern.patch.padding import Keys, Padding
 from tilekern.patch.told import ToldMask
@@ -128,7 +129,7 @@ class TokenStep:
         counts, lengths = token.counts, [x.cumulative_length for x in token.cache.layers]
         before = [x.clone() for x in lengths]
         try:
-            with as_captured(), no_collection():
+            with as_captured(), search_put_off():
                 self._recording.record(lambda: self._run(model, token))
         except Exception as error:  # noqa: BLE001
             raise Refused(f"{CAPTURE_FAILED}: {why(error)}") from None

@@ -11,7 +11,7 @@ import click
 from tilekern.cache import user_root
 from tilekern.spec.targets import resolve
 from tilekern.tuning import preflight as checks
-from tilekern.tuning.options import NAMES, Folder, PlanRequest, Seconds, plan_options, tuner_command
+from tilekern.tuning.options import FOLDER, NAMES, PlanRequest, Seconds, plan_options, tuner_command
 from tilekern.tuning.terminal import progress_bars
 from tilekern.warning import tell
 
@@ -33,7 +33,7 @@ EXIT_MISSING = 3
 @click.option("--jobs", type=click.IntRange(min=1), help="Compile workers, up to 4 a core; one a core if not given.")
 @click.option("--timeout", "timeout_s", type=Seconds(least=1), help="Seconds that one compile may take.")
 @click.option("--gpus", type=click.IntRange(min=1), help="How many GPUs to measure on at most.")
-@click.option("--cache-dir", type=Folder(), help="The cache in place of the user's.")
+@click.option("--cache-dir", type=FOLDER, help="The cache in place of the user's.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document in place of lines.")
 def command(
     *, gpu: str, need: str, fix: bool, by: str, jobs: int | None, timeout_s: float | None, gpus: int | None,

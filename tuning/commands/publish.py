@@ -11,14 +11,14 @@ import click
 from tilekern.cache import Store, user_root
 from tilekern.cache.trust.policy import must_be_signed
 from tilekern.errors import InputError
-from tilekern.tuning.options import Folder, tuner_command
+from tilekern.tuning.options import FOLDER, tuner_command
 from tilekern.tuning.pipeline import Options, Pipeline, Result
 from tilekern.tuning.sweep.folder import Sweep
 
 
 @tuner_command(short_help="Make records of what a sweep has measured; needs no GPU.")
-@click.argument("folder", metavar="DIR", type=Folder())
-@click.option("--cache-dir", type=Folder(), help="The cache to fill.")
+@click.argument("folder", metavar="DIR", type=FOLDER)
+@click.option("--cache-dir", type=FOLDER, help="The cache to fill.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document in place of tables.")
 def command(folder: Path, cache_dir: Path | None, as_json: bool) -> None:
     """Make records of the problems that the sweep in DIR has measured, and fill the cache; needs no GPU or compiler.

@@ -21,18 +21,16 @@ from tilekern.spec.targets import Target, here, resolve
 from tilekern.tuning.carrying import Carried, carry_over, held_in_cache, held_in_pack, write_to_cache, write_to_pack
 from tilekern.tuning.compile.stage import jobs_of, wanted
 from tilekern.tuning.measure.gpu import describe_gpu
-from tilekern.tuning.options import File, Folder, tuner_command
+from tilekern.tuning.options import FOLDER, File, tuner_command
 from tilekern.tuning.pipeline import COMPILE, MEASURE, Options, Pipeline
 from tilekern.tuning.refreshing import Change, Refresh, Survey, stale_json, survey
 from tilekern.tuning.sweep.folder import folder_in
-from tilekern.tuning.terminal import out, progress_bars, sizes_of, table_console, table_for
+from tilekern.tuning.terminal import out, progress_bars, short, sizes_of, table_console, table_for
 from tilekern.warning import tell
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
-
-_FOLDER = Folder()
 
 
 @dataclass
@@ -59,13 +57,13 @@ class Outcome:
 
 @tuner_command(short_help="Time old winners again after an upgrade, and say what changed.")
 @click.option("--gpu", default="auto", show_default=True, help="Target: auto, B200, an arch, a key or sm_90:78.")
-@click.option("--cache-dir", type=_FOLDER, help="The cache to refresh.")
+@click.option("--cache-dir", type=FOLDER, help="The cache to refresh.")
 @click.option(
     "--pack", "packs", multiple=True, type=File(dir_okay=False),
     help="A pack to refresh, too; may be repeated.",
 )  # fmt: skip
 @click.option("--top", type=click.IntRange(min=0), default=3, show_default=True, help="Runners-up to time, too.")
-@click.option("--sweep", type=_FOLDER, help="The folder of the refresh; it can be copied to another machine.")
+@click.option("--sweep", type=FOLDER, help="The folder of the refresh; it can be copied to another machine.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Compile workers, up to 4 a core; one a core if not given.")
 @click.option("--all", "everything", is_flag=True, help="Also time records of today's toolkit and driver.")
 @click.option(
@@ -226,21 +224,17 @@ def _table(outcome: Outcome, console: Console) -> Table:
 
 def _row(change: Change) -> list[str]:
     after_us = change.after_us
-    winner = _short(change.after.config) if change.after else "none"
+    winner = short(change.after.config) if change.after else "none"
     return [
         change.before.kernel,
         sizes_of(change.before.problem),
-        _short(change.before.config),
+        short(change.before.config),
         "the same" if change.unchanged else winner,
         f"{change.before_us:.1f}",
         change.reason if change.same_us is None else f"{change.same_us:.1f}",
         "" if after_us is None else f"{after_us:.1f}",
         "" if after_us is None else f"{100 * (after_us / change.before_us - 1):+.1f} %",
     ]
-
-
-def _short(config: dict[str, Any]) -> str:
-    return " ".join(f"{name}={value}" for name, value in config.items() if value not in (0, False))
 
 
 def _same_code(

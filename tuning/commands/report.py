@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from tilekern.errors import InputError
-from tilekern.tuning.options import File, Folder, tuner_command
+from tilekern.tuning.options import FOLDER, File, tuner_command
 from tilekern.tuning.sweep.folder import Sweep
 from tilekern.tuning.terminal import about_lost
 from tilekern.warning import printable, tell
@@ -18,7 +18,7 @@ _STDOUT = Path("-")
 
 
 @tuner_command(short_help="Write what a sweep found as a page, as CSV and as JSON.")
-@click.argument("folder", metavar="DIR", type=Folder())
+@click.argument("folder", metavar="DIR", type=FOLDER)
 @click.option("--html", "html_file", type=_FILE, help="The page; needs the extra tilekern[report].")
 @click.option("--csv", "csv_file", type=_FILE, help="One line for each candidate.")
 @click.option("--json", "json_file", type=_FILE, help="The same with what the sweep is of.")

@@ -15,7 +15,7 @@ from tilekern.cache import user_root
 from tilekern.compile.toolchain import require_toolkit
 from tilekern.errors import InputError
 from tilekern.spec.targets import Target, here, resolve
-from tilekern.tuning.options import Folder, Seconds, tuner_command
+from tilekern.tuning.options import FOLDER, Seconds, tuner_command
 from tilekern.tuning.pipeline import Options
 from tilekern.tuning.serve.loop import Service
 from tilekern.tuning.serve.watched import MEASURED, PREDICTED, WAITING, WatchedCache
@@ -24,7 +24,7 @@ from tilekern.warning import tell
 
 
 @tuner_command(short_help="Tune the problems that running jobs miss, until it is stopped.")
-@click.option("--cache-dir", "roots", multiple=True, type=Folder(), help="A cache to watch; may be repeated.")
+@click.option("--cache-dir", "roots", multiple=True, type=FOLDER, help="A cache to watch; may be repeated.")
 @click.option("--gpu", default="auto", show_default=True, help="Target: auto, or a GPU (B200) to predict winners for.")
 @click.option("--once", is_flag=True, help="Tune what is wanted now, then end: for cron.")
 @click.option("--poll", "poll_s", type=Seconds(least=0.1), default=30.0, show_default=True, help="Seconds to rest.")

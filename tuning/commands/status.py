@@ -13,14 +13,14 @@ import click
 
 from tilekern.tuning.compile.stage import default_jobs
 from tilekern.tuning.measure.stage import Settled
-from tilekern.tuning.options import Folder, tuner_command
+from tilekern.tuning.options import FOLDER, tuner_command
 from tilekern.tuning.predict.estimating import count, estimate_compile, estimate_measure
 from tilekern.tuning.sweep.folder import Sweep
 from tilekern.warning import tell
 
 
 @tuner_command(short_help="Say where a sweep stands: what is done, failed and left.")
-@click.argument("folder", type=Folder())
+@click.argument("folder", type=FOLDER)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document in place of lines.")
 def command(folder: Path, as_json: bool) -> None:
     """Show the state of the sweep in FOLDER: what is compiled and measured, what failed, what is left, and the run.

@@ -15,12 +15,13 @@ from tilekern.cache.trust.signing import SigningKey
 from tilekern.errors import InputError
 from tilekern.spec.targets import Target, resolve
 from tilekern.tuning.commands import COMMANDS, command_named
-from tilekern.tuning.compile.stage import default_jobs, jobs_of, settled, start_server
+from tilekern.tuning.compile.pool import start_server
+from tilekern.tuning.compile.stage import default_jobs, jobs_of, settled
 from tilekern.tuning.options import (
+    FOLDER,
     NAMES,
     PLAN_OPTIONS,
     File,
-    Folder,
     GroupedCommand,
     PlanRequest,
     Seconds,
@@ -59,7 +60,6 @@ _GROUPS = {
 }
 # Some problem has no winner.
 EXIT_INCOMPLETE = 3
-_FOLDER = Folder()
 
 
 class _Tune(GroupedCommand):
@@ -98,13 +98,13 @@ class _Tune(GroupedCommand):
     "--executor", default=LOCAL, show_default=True, help="Where to compile and measure: local, ray, ray://HOST:PORT."
 )
 @click.option("--gpus", type=click.IntRange(min=1), help="How many GPUs to measure on at most.")
-@click.option("--sweep", type=_FOLDER, help="The sweep folder; it can be copied to another machine.")
+@click.option("--sweep", type=FOLDER, help="The sweep folder; it can be copied to another machine.")
 @click.option(
     "--sign", type=File(), metavar="KEY",
     help="Sign what is handed on with this file of `cache_tools keygen`: artifacts, and results.pack.",
 )  # fmt: skip
-@click.option("--packs", type=_FOLDER, help="A folder for packs, MODEL-GPU.pack with what each MODEL asks for.")
-@click.option("--cache-dir", type=_FOLDER, help="The cache to fill.")
+@click.option("--packs", type=FOLDER, help="A folder for packs, MODEL-GPU.pack with what each MODEL asks for.")
+@click.option("--cache-dir", type=FOLDER, help="The cache to fill.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document in place of tables.")
 def command(*, dry_run: bool, as_json: bool, **given: Any) -> None:
     """Tune the kernels of one MODEL or several for a GPU, and fill the cache.

@@ -5,10 +5,7 @@ from __future__ import annotations
 import functools
 
 from tilekern.runtime.workers import pool
-from tilekern.runtime.workers.pool import Answer, Compile, Lost
 from tilekern.runtime.workers.server import Server
-
-__all__ = ["SERVER", "Answer", "Compile", "Lost", "compile_in_order", "start_server"]
 
 SERVER = Server("tilekern.tuning.compile.forked")
 start_server = SERVER.start

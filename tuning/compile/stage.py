@@ -32,26 +32,14 @@ from tilekern.compile.toolchain import (
 )
 from tilekern.errors import CompileFailed, CompileInterrupted, CompileTimeout, InputError
 from tilekern.runtime.workers.disposable import has_address_space
-from tilekern.runtime.workers.pool import FRONTEND_TIMEOUT_S, MEMORY_BYTES
+from tilekern.runtime.workers.pool import FRONTEND_TIMEOUT_S, MEMORY_BYTES, Answer, Compile, Lost
 from tilekern.spec.targets import Target
 from tilekern.tuning.compile.machine_code import read_machine_code
 from tilekern.tuning.compile.order import Order, turns_of
-from tilekern.tuning.compile.pool import Answer, Compile, Lost, compile_in_order, start_server
+from tilekern.tuning.compile.pool import compile_in_order
 from tilekern.tuning.sweep.candidates import Candidate
-from tilekern.tuning.sweep.folder import Sweep, during
+from tilekern.tuning.sweep.folder import Sweep
 from tilekern.tuning.sweep.plan import Named
-
-__all__ = [
-    "CompileSummary",
-    "Compiling",
-    "compile_all",
-    "compile_one",
-    "default_jobs",
-    "settled",
-    "start_server",
-    "wanted",
-    "work_s",
-]
 
 # How many workers a core may have.
 MOST_JOBS = 4
@@ -167,7 +155,6 @@ def _made_by(line: dict[str, Any], toolkit_key: str) -> bool:
     return bool(line.get("toolkit", {}).get("key") == toolkit_key)
 
 
-@during("compile")
 def compile_all(
     sweep: Sweep, jobs: int, timeout_s: float = TIMEOUT_S, progress: Callable[[int, int], None] | None = None,
     memory_bytes: int = MEMORY_BYTES, pool: Pool = compile_in_order, only: Collection[str] | None = None,
@@ -190,44 +177,50 @@ def compile_all(
     Raises:
         ToolchainMissing: artifacts are missing and no compiler is installed.
     """
-    named = sweep.problems()
-    if turns is None:
-        turns = turns_of(named) if beside else {}
-    listed = beside.list if beside else lambda _named, _lacking: None
-    coming = wanted(sweep, timeout_s, sorted(named, key=lambda pair: turns.get(pair, 0)), listed)
-    order = Order((item for item in coming if only is None or item.artifact in only), turns, is_over)
-    started = time.perf_counter()
-    tileiras_s = busy_s = 0.0
-    reasons: Counter[str] = Counter()
-    left_open = finished = 0
-    if order.take_in(1):
-        tools = require_toolkit().describe()
-        compiles = functools.partial(
-            compile_one, target=sweep.target, timeout_s=timeout_s, memory_bytes=memory_bytes,
-            niceness=BESIDE_NICENESS if beside else 0,
-        )  # fmt: skip
-        answers = pool(order, compiles, max(1, jobs), timeout_s + FRONTEND_TIMEOUT_S, memory_bytes)
-        for finished, answer in enumerate(answers, 1):
-            if isinstance(answer, Lost):
-                line = _line(answer.item) | {"status": "open" if answer.passing else "failed", "reason": answer.reason}
-                line |= {"gave_up_after_s": timeout_s} if answer.timed_out else {}
-            else:
-                line = answer.line
-                line |= {"sha256": sweep.store(answer.cubin)} if answer.cubin is not None else {}
-            if line["status"] == "failed":
-                reasons[line["reason"]] += 1
-            left_open += line["status"] == "open"
-            tileiras_s += line.get("tileiras_s", 0.0)
-            busy_s += work_s(line)
-            sweep.note("compiled", line | {"toolkit": tools})
-            if beside:
-                beside.tried(line["key"])
-            if progress:
-                progress(finished, len(order))
-    seconds = time.perf_counter() - started
-    held = seconds * max(1, min(jobs, len(order)))
-    shares = tileiras_s / held, busy_s / held
-    return CompileSummary(len(sweep.compiled()), finished, reasons.total(), left_open, seconds, *shares, dict(reasons))
+    with sweep.running("compile"):
+        named = sweep.problems()
+        if turns is None:
+            turns = turns_of(named) if beside else {}
+        listed = beside.list if beside else lambda _named, _lacking: None
+        coming = wanted(sweep, timeout_s, sorted(named, key=lambda pair: turns.get(pair, 0)), listed)
+        order = Order((item for item in coming if only is None or item.artifact in only), turns, is_over)
+        started = time.perf_counter()
+        tileiras_s = busy_s = 0.0
+        reasons: Counter[str] = Counter()
+        left_open = finished = 0
+        if order.take_in(1):
+            tools = require_toolkit().describe()
+            compiles = functools.partial(
+                compile_one, target=sweep.target, timeout_s=timeout_s, memory_bytes=memory_bytes,
+                niceness=BESIDE_NICENESS if beside else 0,
+            )  # fmt: skip
+            answers = pool(order, compiles, max(1, jobs), timeout_s + FRONTEND_TIMEOUT_S, memory_bytes)
+            for finished, answer in enumerate(answers, 1):
+                if isinstance(answer, Lost):
+                    line = _line(answer.item) | {
+                        "status": "open" if answer.passing else "failed",
+                        "reason": answer.reason,
+                    }
+                    line |= {"gave_up_after_s": timeout_s} if answer.timed_out else {}
+                else:
+                    line = answer.line
+                    line |= {"sha256": sweep.store(answer.cubin)} if answer.cubin is not None else {}
+                if line["status"] == "failed":
+                    reasons[line["reason"]] += 1
+                left_open += line["status"] == "open"
+                tileiras_s += line.get("tileiras_s", 0.0)
+                busy_s += work_s(line)
+                sweep.note("compiled", line | {"toolkit": tools})
+                if beside:
+                    beside.tried(line["key"])
+                if progress:
+                    progress(finished, len(order))
+        seconds = time.perf_counter() - started
+        held = seconds * max(1, min(jobs, len(order)))
+        shares = tileiras_s / held, busy_s / held
+        return CompileSummary(
+            len(sweep.compiled()), finished, reasons.total(), left_open, seconds, *shares, dict(reasons)
+        )
 
 
 class Compiling:

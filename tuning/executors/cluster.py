@@ -17,9 +17,9 @@ import ray
 from tilekern.cache import Store, write_pack
 from tilekern.compile.toolchain import require_toolkit
 from tilekern.errors import InputError
+from tilekern.runtime.workers.pool import Answer, Compile, Lost
 from tilekern.spec.targets import Target
 from tilekern.tuning.compile.order import Order
-from tilekern.tuning.compile.pool import Answer, Compile, Lost
 from tilekern.tuning.executors.node import CompileWork, GpuNode, code_digest, compile_on_node
 from tilekern.tuning.executors.ray_measuring import Measuring
 from tilekern.tuning.executors.ray_nodes import (
@@ -77,7 +77,7 @@ class ClusterExecutor:
         return self.cores - self.width(target)
 
     def width(self, target: Target) -> int:
-        """Return how many GPUs of the cluster measure at once.
+        """Return how many GPUs of the cluster measure at once, free now or not; no node is asked.
 
         Raises:
             InputError: no node has a GPU of the target's type.
@@ -85,18 +85,8 @@ class ClusterExecutor:
         _, count = gpus_like(target)
         return min(count, self._most or count)
 
-    def require_gpu(self, target: Target) -> None:
-        """Check that some node has a GPU of the target's type, free or not; no node is asked.
-
-        Raises:
-            InputError: none has.
-        """
-        gpus_like(target)
-
     def describe_gpu(self, target: Target) -> dict[str, str]:
         """Return a GPU of the target's type, its driver, torch and libraries; :meth:`run` leaves others out.
-
-        A worker that dies before it answers, as on a busy node, is replaced.
 
         A worker that dies before it has answered, as on a busy node, is replaced.
 
@@ -124,8 +114,6 @@ class ClusterExecutor:
         """Measure the tasks, the longest available first.
 
         A lost node costs the candidate in flight: another node does the rest of its task, once.
-
-        A node that is lost costs the candidate in flight: what is left of its task is done on another node, once.
 
         Raises:
             InputError: no GPU is left that could measure.

@@ -11,7 +11,6 @@ from tilekern.errors import InputError
 from tilekern.spec.targets import Target
 from tilekern.tuning.executors.work import Family, Waiting, family, finished, place_of_next
 from tilekern.tuning.measure.gpu import check_gpu, describe_gpu, devices
-from tilekern.tuning.measure.libraries import versions
 from tilekern.tuning.measure.process import LAUNCH_TIMEOUT_S, Noted, Worker, measure_task
 from tilekern.tuning.measure.tasks import Task
 
@@ -21,9 +20,6 @@ class LocalExecutor:
 
     As a context, it starts the workers at once and keeps them between runs, since their modules take seconds to load.
     Otherwise each run starts and ends its own.
-
-    Used as a context, it starts them at once, and they stay from one run to the next: their modules take seconds to
-    load. Otherwise each run starts and ends its own.
 
     Args:
         cache: the folder of the cache that composites look kernels up in.
@@ -57,7 +53,7 @@ class LocalExecutor:
             InputError: there is no GPU, or another one than the target.
         """
         check_gpu(target)
-        return describe_gpu() | versions()
+        return describe_gpu()
 
     def width(self, target: Target) -> int:  # noqa: ARG002
         """Return how many GPUs measure at once."""

@@ -27,8 +27,8 @@ from tilekern.kernels import users_modules
 from tilekern.spec.source import source_digest
 
 if TYPE_CHECKING:
+    from tilekern.runtime.workers.pool import Answer, Compile, Lost
     from tilekern.spec.targets import Target
-    from tilekern.tuning.compile.pool import Answer, Compile, Lost
     from tilekern.tuning.measure.process import Noted, Worker
     from tilekern.tuning.measure.tasks import Task
     from tilekern.tuning.sweep.candidates import Candidate
@@ -151,13 +151,12 @@ class GpuNode:
         """
         check_node(code, "torch", "cuda.tile")
         from tilekern.tuning.measure.gpu import check_gpu, describe_gpu
-        from tilekern.tuning.measure.libraries import versions
 
         try:
             check_gpu(target)
         except InputError as error:
             raise InputError(f"the node {platform.node()}: {error}") from None
-        return describe_gpu() | versions()
+        return describe_gpu()
 
     def begin(self, code: str, target: Target, pack: bytes) -> tuple[str, dict[str, str]]:
         """Prepare for tasks; return the node's name in the cluster, and what :meth:`describe` returns.

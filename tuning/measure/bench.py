@@ -18,7 +18,7 @@ from tilekern.tuning.measure.followers import inputs_behind, problem_behind
 from tilekern.tuning.measure.gpu import captured, load_code
 from tilekern.tuning.measure.tasks import Entrant, Task
 from tilekern.tuning.measure.timing import Launch, Timing, rewriting
-from tilekern.tuning.strategies.selection import ranked
+from tilekern.tuning.strategies.lineup import ranked
 from tilekern.tuning.verify.check import Check, arguments_of, make_outputs, odd_problem
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tilekern.kernels import spec_named
 from tilekern.spec import Follower, KernelSpec, Problem
 from tilekern.tuning.measure.tasks import Entrant
-from tilekern.tuning.strategies.selection import ranked
+from tilekern.tuning.strategies.lineup import ranked
 
 if TYPE_CHECKING:
     from tilekern.tuning.measure.stage import Settled

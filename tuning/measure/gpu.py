@@ -1,15 +1,21 @@
-"""Inspect this host's GPU: it must be the sweep's target, and records name it with its driver."""
+"""Inspect this host's GPU: it must be the sweep's target, and records name it with its driver and libraries."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.metadata
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
 from tilekern.errors import InputError
 from tilekern.runtime.requirements import driver_release, unmet
 from tilekern.spec.targets import Target, here
+
+# The fields of a ``gpu`` line that name libraries.
+LIBRARIES = ("torch", "cudnn", "cublas")
 
 
 def check_gpu(target: Target) -> None:
@@ -28,10 +34,28 @@ def check_gpu(target: Target) -> None:
 
 
 def describe_gpu() -> dict[str, str]:
-    """Return the GPU, its driver and torch, as records keep them with a measurement."""
+    """Return the GPU, its driver, torch and the libraries that candidates call, as records keep them.
+
+    A measurement of a candidate that a library runs, which has no artifact, counts only for the same versions.
+    """
     import torch
 
-    return {"gpu": torch.cuda.get_device_name(), "driver": driver_release() or "unknown", "torch": torch.__version__}
+    found = {"gpu": torch.cuda.get_device_name(), "driver": driver_release() or "unknown", "torch": torch.__version__}
+    return found | versions()
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of cuDNN and cuBLAS: those of the wheels that torch was installed with, or that it loaded."""
+    import torch
+
+    found = {}
+    for requirement in importlib.metadata.requires("torch") or ():
+        if named := re.match(r"nvidia-(cudnn|cublas)\b[\w-]*", requirement):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                found[named[1]] = importlib.metadata.version(named[0])
+    if loaded := torch.backends.cudnn.version():
+        found["cudnn"] = str(loaded)
+    return found
 
 
 def serve_any_size() -> None:

@@ -20,11 +20,11 @@ from tilekern.spec import Config, Problem
 from tilekern.spec.targets import Target
 from tilekern.tuning.executors import FINISHED, Executor
 from tilekern.tuning.measure.followers import followers
-from tilekern.tuning.measure.libraries import of_gpu
+from tilekern.tuning.measure.gpu import LIBRARIES
 from tilekern.tuning.measure.process import OPEN, TOOK
 from tilekern.tuning.measure.tasks import Entrant, Task
 from tilekern.tuning.predict.ranking import ranking
-from tilekern.tuning.strategies.selection import ranked
+from tilekern.tuning.strategies.lineup import ranked
 from tilekern.tuning.sweep.candidates import LIBRARY_LINE, Candidate, candidates
 from tilekern.tuning.sweep.folder import ArtifactLost, Sweep
 from tilekern.tuning.sweep.holding import Run
@@ -266,7 +266,8 @@ class _Entry:
         """Keep a timing; journal anything else at once."""
         key, compiled = line["candidate"], self.compiled[line["candidate"]]
         if journal == "quarantine":
-            made_by: Line = {"libraries": of_gpu(self._gpu)} if key in self._of_libraries else {}
+            libraries = {name: self._gpu[name] for name in LIBRARIES if name in self._gpu}
+            made_by: Line = {"libraries": libraries} if key in self._of_libraries else {}
             made_by |= {"toolkit": compiled.get("toolkit"), "driver": self._gpu.get("driver")}
             sweep.note(journal, made_by | line)
             self.leave_out(key)

@@ -115,7 +115,10 @@ class _Measuring:
         racing = [one for one in self._task.entrants if one.is_aligned and self._checks[one.key].passed]
         if self._task.confirms:
             with self._part("battery"):
-                self._confirm(racing)
+                able = self._launches(racing)  # of the others, between those of an entrant
+                for entrant in racing:
+                    if entrant.key in able and not self._checks[entrant.key].cases:
+                        self._check(entrant, self._bench.confirm)
         elif racing:
             self._time(racing, watch)
 
@@ -188,13 +191,6 @@ class _Measuring:
         with self._part("winners' bit classes"):
             self._classify([entrant for entrant in task.entrants if self._checks[entrant.key].cases])
         self._connection.send((TIMED, timings))
-
-    def _confirm(self, entrants: Sequence[Entrant]) -> None:
-        """Run the whole battery on the entrants that did not stand it before, with launches of the others between."""
-        able = self._launches(entrants)
-        for entrant in entrants:
-            if entrant.key in able and not self._checks[entrant.key].cases:
-                self._check(entrant, self._bench.confirm)
 
     def _classify(self, entrants: Sequence[Entrant]) -> None:
         """Note the bit classes of entrants that passed; one that cannot run among other rows is of none."""

@@ -25,9 +25,6 @@ def share_of(config: Any, tp: int, name: str, *, vocabulary: bool) -> Any:
     Heads, the MLP's columns and, if asked, the vocabulary are divided; hidden states are not. If there are fewer
     key-value heads than ranks, several ranks hold the same head.
 
-    Heads, the MLP's columns and, if asked, the vocabulary are divided; hidden states are whole on each rank. Where
-    there are fewer key-value heads than ranks, several hold the same one.
-
     Raises:
         InputError: the ranks cannot share one of these evenly, or what they would share is not in the configuration.
     """

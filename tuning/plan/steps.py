@@ -46,34 +46,17 @@ class Planned:
 class Steps:
     """The steps of a training job, each of which is traced.
 
-    Attributes:
-        tokens: tokens of a step, the batch times the sequence.
-        sequence: tokens of a sequence; a step is one sequence where there are none.
-        dtype: the dtypes to train in.
-        ops: the ops that are patched, ``attention`` and ``adamw`` among them; all where None.
-        attention: transformers' names of the attention implementations.
-        tp: the tensor-parallel degree: the ranks, or the engine's GPUs, that share a model.
-        packed: sequences stand one after the other in a batch of one, which says where each begins.
-        padded: sequences are padded to one length, so that their mask says more than causality.
-        checkpointing: activations are made again in the backward.
-        experts: layers of experts run ``experts_implementation="tilekern"``, and routers the op, as
-            ``apply(experts=True)`` has it.
+    Attributes: those that are not here are arguments of :func:`tilekern.tune`.
         autocast: weights are float32, and autocast casts their products to bfloat16, as a trainer's ``bf16=True``.
         hooks: each step is traced once more with a hook on each module with weights, so that ops run one by one, as in
             ``torch.compile`` too.
-        fp8: the format of 8-bit floats of linear layers, as ``apply(fp8=...)`` has it; or none.
-        optimizer: ``adamw``, which is ``tilekern.AdamW``, or ``none``.
         call: the arguments of the forward of a job's own step, by name; the lengths are then those of its tensors.
-        decode: how many sequences generation decodes at once; it is traced where there are any.
-        context: tokens of a sequence in its cache, the new one included.
-        chunk: tokens of a prompt that are computed at once, where prompts are computed in chunks too.
         paged: tokens are decoded from pages too: those of transformers' continuous batching, or of the engine.
         invariant: the steps run once more inside ``tilekern.invariant()``, where linear layers are kernels' problems
             too; what they ask for there needs a kernel of one bit class.
         engine: the steps are those of :mod:`tilekern.inference`, which neither trains nor needs torch: logits of whole
             sequences, prompts of ``context`` - 1 tokens and of the sequences' lengths, and tokens of ``decode``
             sequences at once.
-        weight_dtype: ``int8`` for an engine whose weights of products are int8; None if all are in ``dtype``.
 
     Raises:
         InputError: a value is not known or out of range, or steps and sequences do not go together.

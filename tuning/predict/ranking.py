@@ -32,8 +32,6 @@ from tilekern.tuning.predict.roofline import ARITHMETIC, roofline
 from tilekern.tuning.sweep.candidates import Candidate
 from tilekern.tuning.sweep.folder import Sweep
 
-__all__ = ["Prediction", "predict", "predict_best", "predict_library", "ranking", "resident_blocks"]
-
 
 @dataclass(frozen=True)
 class Prediction:

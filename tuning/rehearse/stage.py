@@ -22,7 +22,7 @@ from tilekern.tuning.plan.engine import problems_of_token
 from tilekern.tuning.publishing import Known, artifact_in
 from tilekern.tuning.rehearse.descent import Choice, Meter, StepFailed, choose
 from tilekern.tuning.rehearse.process import Kernel, Stage
-from tilekern.tuning.strategies.selection import ranked
+from tilekern.tuning.strategies.lineup import ranked
 from tilekern.tuning.sweep.candidates import Candidate
 from tilekern.tuning.sweep.folder import Sweep
 from tilekern.tuning.sweep.lines import not_in

@@ -11,6 +11,7 @@ import numpy as np
 
 from tilekern.spec import Value
 from tilekern.tuning.report.rows import STATUSES, Row
+from tilekern.tuning.terminal import short
 
 Columns = dict[str, Any]
 # The kinds of points; a candidate has the first kind that applies.
@@ -81,7 +82,7 @@ def problem_columns(problems: Sequence[Sequence[Row]]) -> Columns:
         "kernel": [group[0].kernel for group in problems],
         "problem": [_spaced(group[0].problem) for group in problems],
         "name": [name_of(group[0]) for group in problems],
-        "winner": [_short(row) if row else "no winner" for row in winners],
+        "winner": [short(row.config) if row else "no winner" for row in winners],
         "provenance": [(row and row.provenance) or "" for row in winners],
         "bound": [group[0].bound or "" for group in problems],
         "time_text": [_time_text(row) if row else "" for row in winners],
@@ -129,11 +130,6 @@ def _numbers(values: Iterable[float | None]) -> Any:
 
 def _spaced(point: Mapping[str, Value]) -> str:
     return " ".join(f"{name}={value}" for name, value in point.items())
-
-
-def _short(row: Row) -> str:
-    """Show a config without the options that are off, like the tuner's own table."""
-    return _spaced({name: value for name, value in row.config.items() if value not in (0, False)})
 
 
 def _differences(group: Sequence[Row]) -> list[str]:

@@ -13,7 +13,8 @@ from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED, Config, Problem
 from tilekern.spec.targets import Target
 from tilekern.tuning.measure.stage import identity
-from tilekern.tuning.predict.ranking import Prediction, ranking, resident_blocks
+from tilekern.tuning.predict.launch_costs import resident_blocks
+from tilekern.tuning.predict.ranking import Prediction, ranking
 from tilekern.tuning.predict.roofline import roofline
 from tilekern.tuning.publishing import Winner, winners
 from tilekern.tuning.sweep.candidates import LIBRARY_LINE, Candidate

@@ -1,10 +1,11 @@
-"""The candidates of a race, the runner that times them, and how each one ends."""
+"""The candidates of a race, the runner that times them, how each one ends, and their ranking."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from tilekern.tuning.measure.timing import Timing
 
@@ -40,11 +41,27 @@ class Lineup:
     beside: tuple[str, ...] = ()
     predicted: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def yardsticks(self) -> tuple[str, ...]:
-        """Return the keys that need a timing even if they are slow."""
-        return (*(() if self.default is None else (self.default,)), *self.beside)
-
 
 # Times a lineup and returns a timing by key for each that ran. Exactly one candidate has won.
 Strategy = Callable[[Runner, Lineup], dict[str, Timing]]
+_Key = TypeVar("_Key")
+
+
+def ranked(timings: Mapping[_Key, Mapping[str, Any]]) -> list[_Key]:
+    """Rank the keys of timings from ``Timing.as_dict``, the winner first.
+
+    The strategy's winner comes first, then the others by how far they were behind. Older timings without these fields
+    are ranked by their medians, those with fewer samples last, since they left the race early. Equals keep their order.
+    """
+    most = max((timing["samples"] for timing in timings.values()), default=0)
+
+    def place(key: _Key) -> tuple[bool, float, bool, float]:
+        timing = timings[key]
+        return (
+            timing.get("left") != WON,
+            float(timing.get("behind", math.inf)),
+            timing["samples"] < most,
+            float(timing["median_us"]),
+        )
+
+    return sorted(timings, key=place)

@@ -56,7 +56,8 @@ class Samples:
         taken, lineup, least = self.taken_us, self._lineup, min(map(self.median_us, field))
         equals = [key for key in lineup.keys if key in field and self.median_us(key) <= EQUAL * least]
         winner = lineup.default if lineup.default in equals else equals[0]
-        while lacking := [key for key in (winner, *lineup.yardsticks) if len(taken.get(key, ())) < LEAST_SAMPLES]:
+        needed = [winner, *filter(None, (lineup.default,)), *lineup.beside]  # even if they are slow
+        while lacking := [key for key in needed if len(taken.get(key, ())) < LEAST_SAMPLES]:
             self.take(list(dict.fromkeys(lacking)))
         found = {}
         for key, times_us in taken.items():

@@ -23,14 +23,13 @@ worked on copies of one folder become one folder's when they are appended to eac
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import os
 import secrets
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 from tilekern.cache import CacheError, Corrupt, Missing
 from tilekern.cache.files import make_folder, read_whole
@@ -68,8 +67,6 @@ RESULTS = "results.pack"
 CONTENTS = (PLAN, _ARTIFACTS, _CACHE, *(f"{name}.jsonl" for name in _KEYS))
 # Files with such names are what a killed run was writing.
 _UNFINISHED = ".new-"
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 
 def folder_in(root: Path, name: str) -> Path:
@@ -118,9 +115,6 @@ class Sweep:
 
         Under ``TILEKERN_TRUST=signed``, and for a run that signs, only what this user compiled or a trust root signed
         counts.
-
-        Where ``TILEKERN_TRUST`` is ``signed``, or the run signs what comes of it, it must have been this user, or a
-        trust root must have signed it.
 
         Raises:
             CacheError: ``TILEKERN_TRUST`` is neither ``any`` nor ``signed``.
@@ -414,20 +408,6 @@ class Sweep:
                 unlink_below(self.folder, PurePosixPath(_ARTIFACTS, sha256))
             raise ArtifactLost(f"{path} is damaged; compile it again")
         return found
-
-
-def during(stage: str) -> Callable[[Callable[Concatenate[Sweep, _P], _R]], Callable[Concatenate[Sweep, _P], _R]]:
-    """Run a function, whose first argument is a sweep, under :meth:`Sweep.running`."""
-
-    def wrap(function: Callable[Concatenate[Sweep, _P], _R]) -> Callable[Concatenate[Sweep, _P], _R]:
-        @functools.wraps(function)
-        def run(sweep: Sweep, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-            with sweep.running(stage):
-                return function(sweep, *args, **kwargs)
-
-        return run
-
-    return wrap
 
 
 def _journal(folder: Path, name: str, counts: Callable[[Line], bool] = lambda _line: True) -> Journal:

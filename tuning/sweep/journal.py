@@ -99,8 +99,6 @@ class Journal:
 
         If the file is not the one that was read before plus new lines, it is read from its start.
 
-        A file that is not the one that was read before, with more at its end, is read from its start.
-
         Raises:
             InputError: it is there and cannot be read: it is not a regular file, too large, or closed to this user.
         """

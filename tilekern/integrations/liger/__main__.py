@@ -6,13 +6,12 @@ import sys
 
 import click
 
-from tilekern import __version__
 from tilekern.integrations.liger import binding, left, served
-from tilekern.warning import command_line, flush, invoke, one_line, tell
+from tilekern.warning import HELP, command_line, flush, invoke, versioned
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
-@click.version_option(__version__, prog_name="tilekern", message="%(prog)s %(version)s")
+@versioned
+@click.command(context_settings=HELP)
 def command() -> None:
     """Print Liger-Kernel's functions, each with the op of tilekern that serves it."""
     try:
@@ -28,12 +27,8 @@ def command() -> None:
 @command_line("python -m tilekern.integrations.liger")
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code, 2 if Liger-Kernel is not installed."""
-    try:
-        invoke(command, arguments, "python -m tilekern.integrations.liger")
-        flush()
-    except click.ClickException as error:
-        tell(f"tilekern: {one_line(error.format_message())}", err=True)
-        return 2
+    invoke(command, arguments, "python -m tilekern.integrations.liger")
+    flush()
     return 0
 
 
