@@ -35,7 +35,7 @@ def facts(gpu: str | None = None) -> dict[str, Any]:
         "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "none",
         "toolkit": tools.key if (tools := toolkit()) else f"none (cuda-tile {metadata.version('cuda-tile')})",
         "torch": torch.__version__,
-        "commit": os.environ.get("TILEKERN_COMMIT") or _said("git", "-C", str(ROOT), "rev-parse", "HEAD") or "unknown",
+        "commit": os.environ.get("BENCHMARK_COMMIT") or _said("git", "-C", str(ROOT), "rev-parse", "HEAD") or "unknown",
         "cuda": torch.version.cuda or "none",
         "python": platform.python_version(),
         "notes": [],

@@ -128,7 +128,7 @@ def test_a_report_of_nothing_is_seven_pages(tmp_path):
 
 
 def test_facts_are_complete_and_take_the_commit_from_the_environment(monkeypatch):
-    monkeypatch.setenv("TILEKERN_COMMIT", "feedface")
+    monkeypatch.setenv("BENCHMARK_COMMIT", "feedface")
     found = facts(gpu="B200")
     assert all(isinstance(found[name], str) and found[name] for name in RUN_FIELDS)
     assert (found["commit"], found["gpu"], found["notes"]) == ("feedface", "B200", [])
