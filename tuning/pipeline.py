@@ -493,7 +493,7 @@ class Pipeline:
         elif self.options.executor != LOCAL:
             cluster = self._cluster()
             if self._compiles:
-                try:  # before anything is compiled
+                try:  # it raises where there is no such GPU, before anything is compiled
                     cluster.width(self.sweep.target)
                 except InputError as error:
                     raise InputError(f"{error}; to compile alone give --stages plan,compile") from None

@@ -1,4 +1,7 @@
-"""Turns Python's garbage collection off while only lasting objects are made: modules, or a kernel's lowered form."""
+"""Turns Python's garbage collection off: while only lasting objects are made, or while no tensor may be freed.
+
+Such objects are modules, or a kernel's lowered form; a graph that is captured may not free the tensors of cycles.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ The rest is as in :mod:`tilekern.ops.fp8_linear`: layers that share ``x``, autoc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ from tilekern.ops.fp8_linear import (
     narrowed,
 )
 from tilekern.ops.registration import as_rows, uncast
-from tilekern.spec import cdiv
+from tilekern.spec import KernelSpec, cdiv
 
 
 def fp8_block_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -71,23 +71,23 @@ def fp8_block_linears(x: Tensor, layers: Sequence[Layer]) -> tuple[Tensor, ...]:
 
 
 def blocked(
-    x: Tensor, *, both: bool, along: Room | None = None, down: Room | None = None
+    x: Tensor, *, along: bool, turned: bool, rooms: Sequence[Room | None] = (None, None)
 ) -> tuple[Rounded, Rounded | None]:
-    """Return a matrix [rows, columns] in e4m3 with its scales [columns / 128, rows].
+    """Return a matrix [rows, columns] in e4m3 with its scales [columns / 128, rows], which its launch always makes.
 
-    If ``both``, also its transpose [columns, rows] with scales [rows / 128, columns], rounded from ``x`` too. ``along``
-    and ``down`` have memory for the two.
+    If ``turned``, also its transpose [columns, rows] with scales [rows / 128, columns], rounded from ``x`` too.
+    ``rooms`` have memory for the two.
     """
     rows, columns = x.shape
     # Rows of turned matrices, and of scales, are stored as whole 16 bytes, as TMA writes and reads them.
-    y, scale = _memory(x, rows, columns, along)
-    if not both:
+    y, scale = _memory(x, rows, columns, rooms[0])
+    if not turned:
         is_launched = launch(BLOCKS, (rows, columns, False, x.dtype), x, y, scale)
         return (y, narrowed(scale, rows)) if is_launched else _by_torch(x), None
-    turned, across = _memory(x, columns, whole(rows), down)
-    if not launch(BLOCKS, (rows, columns, True, x.dtype), x, y, scale, turned, across):
+    z, across = _memory(x, columns, whole(rows), rooms[1])
+    if not launch(BLOCKS, (rows, columns, True, x.dtype), x, y, scale, z, across):
         return _by_torch(x), _by_torch(x.t())
-    return (y, narrowed(scale, rows)), (narrowed(turned, rows), narrowed(across, columns))
+    return (y, narrowed(scale, rows)), (narrowed(z, rows), narrowed(across, columns))
 
 
 def _memory(x: Tensor, rows: int, columns: int, room: Room | None) -> Rounded:
@@ -102,7 +102,7 @@ def _by_torch(x: Tensor) -> Rounded:
     return numbers, scale[:, : x.shape[0]]
 
 
-def squared(weight: Tensor, *, turned: bool, room: Room | None = None) -> Rounded:
+def squared(weight: Tensor, *, turned: bool, room: Room) -> Rounded:
     """Return a weight [rows, columns], or its transpose, in e4m3, with the scales of its 128 x 128 blocks."""
     (rows, columns), device = weight.shape, weight.device
     sides, stored = (columns, rows) if turned else (rows, columns), whole(rows) if turned else columns
@@ -114,48 +114,60 @@ def squared(weight: Tensor, *, turned: bool, room: Room | None = None) -> Rounde
     return (y.t().contiguous(), scale.t().contiguous()) if turned else (y, scale)
 
 
-def multiplied(
-    a: Rounded, b: Rounded, dtype: torch.dtype, bias: Tensor | None = None, addend: Tensor | None = None, *,
-    over_rows: bool = False,
-) -> Tensor:  # fmt: skip
-    """Return ``a @ b^T + bias + addend`` [a's rows, b's rows], of results of :func:`blocked`, in a dtype.
+def of_blocks(
+    op: str, product: KernelSpec, blocked: Callable[..., tuple[Rounded | None, Rounded | None]],
+    weight_of: Callable[..., Rounded], by_torch: Callable[..., Tensor],
+) -> Format:  # fmt: skip
+    """Return a format that rounds matrices along rows and along columns, each with scales of its own.
 
-    The result may have the memory of ``addend``. ``b`` is a weight of :func:`squared`. If ``over_rows``, the sums are
-    over tokens, as in a weight's gradient, and ``b`` is a result of :func:`blocked` too.
+    Args:
+        op, product: as in :class:`Format`.
+        blocked: as :func:`blocked`; returns None for what is not asked.
+        weight_of: as :func:`squared`.
+        by_torch: takes two rounded matrices, their scales, a bias or None, a dtype and ``over_rows``, whether the sums
+            are over tokens, as in a weight's gradient; returns their product.
     """
-    (left, down), (right, across) = a, b
-    c = launched(PRODUCT, left, right, down, across, dtype, bias, addend, over_rows=over_rows)
-    if c is not None:
-        return c
-    with uncast(left.device.type):
-        c = block_product(left, right, down, across, bias, dtype, over_rows=over_rows)
-    return c if addend is None else addend.add_(c)
+
+    def multiplied(
+        a: Rounded, b: Rounded, dtype: torch.dtype, bias: Tensor | None = None, addend: Tensor | None = None, *,
+        over_rows: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Return ``a @ b^T + bias + addend`` [a's rows, b's rows], which may have the memory of ``addend``."""
+        (left, down), (right, across) = a, b
+        c = launched(product, left, right, down, across, dtype, bias, addend, over_rows=over_rows)
+        if c is not None:
+            return c
+        with uncast(left.device.type):
+            c = by_torch(left, right, down, across, bias, dtype, over_rows=over_rows)
+        return c if addend is None else addend.add_(c)
+
+    def forward(
+        needs: Needs, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], **_: bool
+    ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+        (along, across), made, room = blocked(as_rows(x), along=True, turned=any(needs.weights)), [], Room()
+        assert along is not None
+        for weight, bias in zip(weights, biases, strict=True):
+            of_weight = weight_of(as_rows(weight), turned=False, room=room)
+            made.append(multiplied(along, of_weight, x.dtype, bias))
+        return made, across or ()
+
+    def backward(
+        needs: Needs, given: Sequence[Tensor | None], kept: Sequence[Tensor], weights: Sequence[Tensor],
+        dtype: torch.dtype,
+    ) -> Gradients:  # fmt: skip
+        # Of gradients, turned gradients and weights; a layer's are read before the next layer's are written.
+        *rooms, room = Room(), Room(), Room()
+
+        def of_layer(n: int, dy: Tensor, dx: Tensor | None, of_weight: bool) -> tuple[Tensor | None, Tensor | None]:
+            along, down = blocked(dy, along=needs.rows, turned=of_weight, rooms=rooms)
+            if needs.rows and along is not None:
+                weight = weight_of(as_rows(weights[n]), turned=True, room=room)
+                dx = multiplied(along, weight, dtype, addend=dx)
+            return dx, None if down is None else multiplied(down, (kept[0], kept[1]), dtype, over_rows=True)
+
+        return gradients(needs, given, of_layer)
+
+    return Format(op, product, forward, backward)
 
 
-def _forward(
-    needs: Needs, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], **_: bool
-) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    (along, across), made, room = blocked(as_rows(x), both=any(needs.weights)), [], Room()
-    for weight, bias in zip(weights, biases, strict=True):
-        of_weight = squared(as_rows(weight), turned=False, room=room)
-        made.append(multiplied(along, of_weight, x.dtype, bias))
-    return made, across or ()
-
-
-def _backward(
-    needs: Needs, given: Sequence[Tensor | None], kept: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype
-) -> Gradients:
-    # Of gradients, turned gradients and weights; a layer's are read before the next layer's are written.
-    rooms = Room(), Room(), Room()
-
-    def of_layer(n: int, dy: Tensor, dx: Tensor | None, of_weight: bool) -> tuple[Tensor | None, Tensor | None]:
-        along, down = blocked(dy, both=of_weight, along=rooms[0], down=rooms[1])
-        if needs.rows:
-            weight = squared(as_rows(weights[n]), turned=True, room=rooms[2])
-            dx = multiplied(along, weight, dtype, addend=dx)
-        return dx, None if down is None else multiplied(down, (kept[0], kept[1]), dtype, over_rows=True)
-
-    return gradients(needs, given, of_layer)
-
-
-BLOCKWISE = Format("fp8_block_linear", PRODUCT, _forward, _backward)
+BLOCKWISE = of_blocks("fp8_block_linear", PRODUCT, blocked, squared, block_product)

@@ -15,8 +15,8 @@ The rest is as in :mod:`tilekern.ops.fp8_linear`: layers that share ``x``, autoc
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,21 +27,8 @@ from tilekern.kernels.fp8.mx_product import SPEC as PRODUCT
 from tilekern.kernels.fp8.mx_product import mx_product
 from tilekern.kernels.fp8.mx_scales import SCALES, mx_rows
 from tilekern.ops.foreseen import launch
-from tilekern.ops.fp8_linear import (
-    E4M3,
-    Format,
-    Gradients,
-    Layer,
-    Needs,
-    Room,
-    Rounded,
-    gradients,
-    launched,
-    linears,
-    memory,
-    narrowed,
-)
-from tilekern.ops.registration import as_rows, uncast
+from tilekern.ops.fp8_block_linear import of_blocks
+from tilekern.ops.fp8_linear import E4M3, Layer, Room, Rounded, linears, memory, narrowed
 from tilekern.spec import cdiv
 
 
@@ -69,19 +56,21 @@ def mxfp8_linears(x: Tensor, layers: Sequence[Layer]) -> tuple[Tensor, ...]:
     return linears(MX, x, layers)
 
 
-def blocked(x: Tensor, *, along: bool, turned: bool, rooms: Sequence[Room | None] = (None, None)) -> list[Rounded]:
-    """Return a matrix [rows, columns] in MXFP8, then its transpose, each if it is asked for; one of them must be.
+def blocked(
+    x: Tensor, *, along: bool, turned: bool, rooms: Sequence[Room | None] = (None, None)
+) -> tuple[Rounded | None, Rounded | None]:
+    """Return a matrix [rows, columns] in MXFP8, and its transpose, each if it is asked for; one of them must be.
 
     Scales are [rows / 128, columns / 128, 32, 16]. ``rooms`` have memory for both.
     """
     rows, columns = x.shape
+    made = _memory(x, rows, columns, columns, rooms[0]) if along else None
     # Rows of turned matrices are stored as whole 16 bytes, as TMA writes and reads them.
-    made = [_memory(x, rows, columns, columns, rooms[0])] if along else []
-    made += [_memory(x, columns, rows, whole(rows), rooms[1])] if turned else []
-    arrays = itertools.chain(*made)
+    across = _memory(x, columns, rows, whole(rows), rooms[1]) if turned else None
+    arrays = (*(made or ()), *(across or ()))
     if not launch(BLOCKS, (rows, columns, along and turned, turned, x.dtype), x, *arrays):
-        return [mx_rows(each) for each, is_asked in ((x, along), (x.t(), turned)) if is_asked]
-    return [*made[:-1], (narrowed(made[-1][0], rows), made[-1][1])] if turned else made
+        return mx_rows(x) if along else None, mx_rows(x.t()) if turned else None
+    return made, None if across is None else (narrowed(across[0], rows), across[1])
 
 
 def _memory(x: Tensor, rows: int, columns: int, stored: int, room: Room | None) -> Rounded:
@@ -90,48 +79,14 @@ def _memory(x: Tensor, rows: int, columns: int, stored: int, room: Room | None) 
     return memory((rows, stored), E4M3, x.device, room), memory(shape, torch.int8, x.device, room)
 
 
-def multiplied(
-    a: Rounded, b: Rounded, dtype: torch.dtype, bias: Tensor | None = None, addend: Tensor | None = None, *,
-    over_rows: bool = False,
-) -> Tensor:  # fmt: skip
-    """Return ``a @ b^T + bias + addend`` [a's rows, b's rows], of results of :func:`blocked`, in a dtype.
-
-    The result may have the memory of ``addend``. ``over_rows``: the sums are over tokens, as a weight's gradient.
-    """
-    (left, down), (right, across) = a, b
-    c = launched(PRODUCT, left, right, down, across, dtype, bias, addend, over_rows=over_rows)
-    if c is not None:
-        return c
-    with uncast(left.device.type):
-        c = mx_product(left, right, down, across, bias, dtype)
-    return c if addend is None else addend.add_(c)
+def _weight_of(weight: Tensor, *, turned: bool, room: Room) -> Rounded:
+    """Return a weight, or its transpose, in MXFP8."""
+    made: Any = blocked(weight, along=not turned, turned=turned, rooms=(room, room))[turned]
+    return made
 
 
-def _forward(
-    needs: Needs, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], **_: bool
-) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    (along, *across), made = blocked(as_rows(x), along=True, turned=any(needs.weights)), []
-    rooms = Room(), None
-    for weight, bias in zip(weights, biases, strict=True):
-        (rounded,) = blocked(as_rows(weight), along=True, turned=False, rooms=rooms)
-        made.append(multiplied(along, rounded, x.dtype, bias))
-    return made, across[0] if across else ()
+def _by_torch(*given: Any, over_rows: bool) -> Tensor:
+    return mx_product(*given)
 
 
-def _backward(
-    needs: Needs, given: Sequence[Tensor | None], kept: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype
-) -> Gradients:
-    # Of gradients, turned gradients and weights; a layer's are read before the next layer's are written.
-    rooms, of_weights = (Room(), Room()), (None, Room())
-
-    def of_layer(n: int, dy: Tensor, dx: Tensor | None, of_weight: bool) -> tuple[Tensor | None, Tensor | None]:
-        slopes = blocked(dy, along=needs.rows, turned=of_weight, rooms=rooms)
-        if needs.rows:
-            (weight,) = blocked(as_rows(weights[n]), along=False, turned=True, rooms=of_weights)
-            dx = multiplied(slopes[0], weight, dtype, addend=dx)
-        return dx, multiplied(slopes[-1], (kept[0], kept[1]), dtype, over_rows=True) if of_weight else None
-
-    return gradients(needs, given, of_layer)
-
-
-MX = Format("mxfp8_linear", PRODUCT, _forward, _backward)
+MX = of_blocks("mxfp8_linear", PRODUCT, blocked, _weight_of, _by_torch)

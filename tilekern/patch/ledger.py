@@ -180,16 +180,9 @@ class Ledger:
             self._note(bound)
         elif exchange(original, known, given.function):
             self._touches[id(instance), name] = Touch(
-                given.op,
-                given.where,
-                weakref.ref(instance),
-                name,
-                known,
-                given.function,
-                True,
-                given.retires,
+                given.op, given.where, weakref.ref(instance), name, known, given.function, True, given.retires,
                 known=known,
-            )
+            )  # fmt: skip
 
     def adopt(self) -> None:
         """Record the methods of deep copies of patched instances."""

@@ -196,15 +196,7 @@ def compile_all(
             )  # fmt: skip
             answers = pool(order, compiles, max(1, jobs), timeout_s + FRONTEND_TIMEOUT_S, memory_bytes)
             for finished, answer in enumerate(answers, 1):
-                if isinstance(answer, Lost):
-                    line = _line(answer.item) | {
-                        "status": "open" if answer.passing else "failed",
-                        "reason": answer.reason,
-                    }
-                    line |= {"gave_up_after_s": timeout_s} if answer.timed_out else {}
-                else:
-                    line = answer.line
-                    line |= {"sha256": sweep.store(answer.cubin)} if answer.cubin is not None else {}
+                line = _line_of(answer, sweep, timeout_s)
                 if line["status"] == "failed":
                     reasons[line["reason"]] += 1
                 left_open += line["status"] == "open"
@@ -221,6 +213,14 @@ def compile_all(
         return CompileSummary(
             len(sweep.compiled()), finished, reasons.total(), left_open, seconds, *shares, dict(reasons)
         )
+
+
+def _line_of(answer: Answer | Lost, sweep: Sweep, timeout_s: float) -> dict[str, Any]:
+    """Return what the journal says of an answer, whose cubin is stored."""
+    if isinstance(answer, Lost):
+        line = _line(answer.item) | {"status": "open" if answer.passing else "failed", "reason": answer.reason}
+        return line | ({"gave_up_after_s": timeout_s} if answer.timed_out else {})
+    return answer.line | ({"sha256": sweep.store(answer.cubin)} if answer.cubin is not None else {})
 
 
 class Compiling:
