@@ -320,6 +320,14 @@ def test_generation_is_planned_for_some_sequences_after_a_context(own):
     assert token["qk_norm_rope_forward"]["tokens"] == 1
 
 
+def test_generation_is_planned_where_layers_keep_a_state_and_no_keys():
+    config = AutoConfig.for_model("qwen3_next", **FAMILIES["qwen3_next"])
+    found = plan_of_model(config, replace(TRAINS, decode=(3,), context=(100,)), H200)
+    token = decoded(found)
+    assert token["skinny_linear"]["rows"] == token["cache_rows"]["rows"] == 4
+    assert "decode_attention" in {name for name, _ in found.problems}
+
+
 def test_continuous_batching_packs_prompts_and_reads_pages():
     found = plan_of_model(SMALL, replace(TRAINS, decode=(3,), context=(600,), paged=True), H200).problems
     decoded = [p for name, p in found if name == "decode_attention"]

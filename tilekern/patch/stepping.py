@@ -234,7 +234,8 @@ def decode(model: Any, sequences: int, context: int, chunk: int | None = None) -
                 # A cache of its own says that each chunk is another call, although it has the same shape.
                 cache = model(input_ids=part, past_key_values=copy.copy(cache), use_cache=True).past_key_values
             assert cache is not None
-            cache.batch_repeat_interleave(sequences)
+            # Every kind of layer can be reordered, but not each repeated.
+            cache.reorder_cache(prompt.new_zeros(sequences))
             model(input_ids=prompt.new_zeros((sequences, 1)), past_key_values=cache, use_cache=True)
     finally:
         model.train(was_trained)
