@@ -95,5 +95,7 @@ def test_what_the_library_does_not_serve_is_none(stand_in, monkeypatch):
     stand_in()
     moved = torch.zeros(65, dtype=torch.uint8)[1:].view(torch.float8_e4m3fn).view(1, 64)
     assert cublaslt.scaled_product(moved, *given[1:]) is None
+    addend = torch.zeros(32 * 48 + 1).bfloat16()[1:].view(32, 48)
+    assert cublaslt.scaled_product(*given, None, addend) is None
     monkeypatch.setattr(cublaslt, "_current_device", lambda: 1)
     assert cublaslt.scaled_product(*given) is None

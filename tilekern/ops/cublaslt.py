@@ -87,16 +87,11 @@ def scaled_product(
     # The number of a default stream is 0 on each device, and names that of the current one.
     if _current_device() != device:
         return None
-    out, bias_address = addend, 0 if bias is None else bias.data_ptr()
-    if out is None:
-        columns = b.shape[0]
-        # This takes half the time of new_empty.
-        out = torch.empty_strided((a.shape[0], columns), (columns, 1), dtype=torch.bfloat16, device=a.device)
-    given = a.data_ptr(), b.data_ptr(), a_scale.data_ptr(), b_scale.data_ptr(), out.data_ptr()
-    if (given[0] | given[1] | given[2] | given[3] | given[4]) % _ALIGNED:
+    given = a.data_ptr(), b.data_ptr(), b_scale.data_ptr(), a_scale.data_ptr(), 0 if bias is None else bias.data_ptr()
+    if (given[0] | given[1] | given[2] | given[3]) % _ALIGNED:
         return None
     products = _thread.products
-    key = device, a.shape, b.shape, a.stride(), b.stride(), bias_address == 0, addend is None
+    key = device, a.shape, b.shape, a.stride(), b.stride(), bias is None, addend is None
     try:
         product = products[key]
     except KeyError:
@@ -104,8 +99,8 @@ def scaled_product(
             return None
         if len(products) >= _MOST_SIZES:
             products.clear()
-        product = products[key] = _Product(library, a, b, given[2:4], bias_address, addend is not None)
-    return out if product.queue(given, bias_address, out) else None
+        product = products[key] = _Product(library, a, b, given[2:], accumulates=addend is not None)
+    return product.queue(device, given, addend)
 
 
 class _Product:
@@ -115,12 +110,13 @@ class _Product:
     """
 
     def __init__(
-        self, library: ctypes.CDLL, a: Tensor, b: Tensor, scales: tuple[int, ...], bias: int, accumulates: bool
+        self, library: ctypes.CDLL, a: Tensor, b: Tensor, addresses: tuple[int, ...], *, accumulates: bool
     ) -> None:
         (m, k), n = a.shape, b.shape[0]
         self._made: list[tuple[str, Any]] = []
         # A handle of torch's lives as long as the process.
         self._library, handle = library, _HANDLE(torch.cuda.current_blas_handle())
+        self._shape, self._strides, self._device = (m, n), (n, 1), a.device
         # Functions that look at no types take objects of ctypes alone, in less than half the time.
         self._multiply, self._assign = library["cublasLtMatmul"], library["cublasLtMatmulDescSetAttribute"]
         self._operation = self._new("MatmulDesc", _COMPUTE_FLOAT, _FLOAT)
@@ -130,10 +126,10 @@ class _Product:
         of_out = self._new("MatrixLayout", _BFLOAT16, n, m, n)
         for name, value in ((_TRANSPOSE_A, _TRANSPOSED), (_MODE_A, _OF_ROWS), (_MODE_B, _OF_ROWS)):
             self._set(name, _INT(value))
-        if bias:
+        if addresses[2]:
             self._set(_EPILOGUE, _INT(_WITH_BIAS))
         # Each address of the GPU's that the description holds, with what sets it.
-        names = _SCALES_A, _SCALES_B, *([_BIAS] if bias else [])
+        names = _SCALES_A, _SCALES_B, *([_BIAS] if addresses[2] else [])
         cells = [_SIZE() for _ in names]
         self._settings = [
             (cell, (self._operation, _INT(name), ctypes.byref(cell), ctypes.c_size_t(8)))
@@ -141,7 +137,7 @@ class _Product:
         ]
         self._pointed: tuple[int, ...] = ()
         # The library looks at these as well when it chooses.
-        self._point((scales[1], scales[0], bias))
+        self._point(addresses)
         preference, most = self._new("MatmulPreference"), _SIZE(_WORKSPACE)
         library.cublasLtMatmulPreferenceSetAttribute(preference, _MOST_WORKSPACE, ctypes.byref(most), 8)
         found, count = _Heuristic(), _INT()
@@ -181,25 +177,32 @@ class _Product:
                 assign(*setting)
         self._pointed = addresses
 
-    def queue(self, given: tuple[int, ...], bias: int, out: Tensor) -> bool:
-        """Queue the kernel on the current stream; return whether the library took it.
+    def queue(self, device: int, given: tuple[int, ...], addend: Tensor | None) -> Tensor | None:
+        """Queue the kernel on the current stream of a device, and return the result; None if the library refuses.
 
         Args:
-            given: addresses of a, b, their scales and the result.
-            bias: the address of the bias, or 0.
-            out: the result.
+            device: the number of the current device.
+            given: addresses of a, b, b's scale, a's scale and the bias, or 0.
+            addend: what the result is added to.
         """
         if not self._is_served:
-            return False
-        self._a.value, self._b.value, a_scale, b_scale, self._out.value = given
-        if (addresses := (b_scale, a_scale, bias)) != self._pointed:
+            return None
+        out = addend
+        if out is None:
+            # This takes half the time of new_empty.
+            out = torch.empty_strided(self._shape, self._strides, dtype=torch.bfloat16, device=self._device)
+        self._a.value, self._b.value = given[0], given[1]
+        self._out.value = address = out.data_ptr()
+        if address % _ALIGNED:
+            return None
+        if (addresses := given[2:]) != self._pointed:
             self._point(addresses)
         if self._workspace:
             # By torch's allocator, which knows the stream.
-            workspace = out.new_empty(self._workspace, dtype=torch.uint8)
+            workspace = torch.empty_strided((self._workspace,), (1,), dtype=torch.uint8, device=self._device)
             self._room.value = workspace.data_ptr()
-        self._stream.value = _stream_of(out.get_device())
-        return not self._multiply(*self._arguments)
+        self._stream.value = _stream_of(device)
+        return None if self._multiply(*self._arguments) else out
 
 
 @functools.cache

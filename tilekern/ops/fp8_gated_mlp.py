@@ -183,9 +183,8 @@ def mlp_backward(
     scales, kept = rest[:3], rest[3:]
     of_x, *of_weights = needs
     dtype, (rows, inner), hidden = gate.dtype, gate.shape, slope.shape[-1]
-    made = vectors(gate, *[rows] * 4, *[inner] * 4, *[hidden] * 4)
-    of_rows, of_inner, of_hidden = made[:4], made[4:8], made[8:]
-    # Of turned gradients and weights, which a product has read before the next are written.
+    *of_rows, of_inner, of_hidden, of_across = vectors(gate, *[rows] * 4, inner, hidden, hidden)
+    # Of turned gradients and weights, which a product has read before the next are written; as their scales.
     of_turned, of_weight = Room(), Room()
 
     def turned_weight(n: int, common: Tensor, room: Room | None = None) -> Rounded:
@@ -193,20 +192,20 @@ def mlp_backward(
 
     slopes = rounded(as_rows(slope), of_rows[0])
     ddown = None
-    dy = multiplied(slopes, turned_weight(2, of_inner[0]), dtype)
+    dy = multiplied(slopes, turned_weight(2, of_inner), dtype)
     *gradients, y = _gated(BACKWARD, activation, of_rows[1:], dy, gate, up)
     del dy, gate, up
     if of_weights[2]:
-        down = turned(*slopes, dtype, of_hidden[0])
-        ddown = multiplied(down, turned(*y, dtype, of_inner[1], of_turned), dtype, over_rows=True)
+        down = turned(*slopes, dtype, of_hidden)
+        ddown = multiplied(down, turned(*y, dtype, of_inner, of_turned), dtype, over_rows=True)
     del y, slopes
     dx, across, found = None, None, list[Tensor | None]()
     for n, of_gate in enumerate(gradients):
         if of_x:
-            dx = multiplied(of_gate, turned_weight(n, of_hidden[1 + n], of_weight), dtype, addend=dx)
+            dx = multiplied(of_gate, turned_weight(n, of_hidden, of_weight), dtype, addend=dx)
         if of_weights[n]:
-            across = across or turned(*read_again(kept), dtype, of_hidden[3])
-            down = turned(*of_gate, dtype, of_inner[2 + n], of_turned)
+            across = across or turned(*read_again(kept), dtype, of_across)
+            down = turned(*of_gate, dtype, of_inner, of_turned)
             found.append(multiplied(down, across, dtype, over_rows=True))
         else:
             found.append(None)

@@ -305,12 +305,13 @@ def turned(
         common: memory for the scales [columns].
         room: memory for the numbers.
     """
-    (rows, columns), pitch, device = x.shape, pitch_of(x.shape[0]), x.device
+    (rows, columns), device = x.shape, x.device
+    pitch = pitch_of(rows)
     y = memory((columns, pitch), E4M3, device, room)
     common = memory((columns,), torch.float32, device, room) if common is None else common
     if not launch(TURNED, (rows, columns, x.dtype == E4M3, dtype), x, scale, y, common):
         return turned_rows(x, scale)
-    return narrowed(y, rows), common
+    return y if pitch == rows else narrowed(y, rows), common
 
 
 def multiplied(
