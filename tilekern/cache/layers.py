@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
@@ -237,16 +237,15 @@ class PackLayer:
 
     def targets(self) -> list[str]:
         """Return the keys of its targets, sorted."""
-        return sorted({address.target_key for address in self.addresses()})
+        return sorted({target_key for target_key, _, _ in self._problem_keys()})
 
     def toolkits(self, target_key: str) -> list[str]:
         """Return the keys of its toolkits for a target, sorted."""
-        return sorted({address.toolkit_key for address in self.addresses() if address.target_key == target_key})
+        return sorted({place[1] for place in self._problem_keys() if place[0] == target_key})
 
     def problems(self, target_key: str, toolkit_key: str, kernel: str) -> list[dict[str, Value]]:
         """Return the problems that it has records of."""
-        place = (target_key, toolkit_key, kernel)
-        return problems_of(address.problem_key for address in self.addresses() if address[:3] == place)
+        return problems_of(self._problem_keys().get((target_key, toolkit_key, kernel), ()))
 
     def read_record(self, target_key: str, toolkit_key: str, kernel: str, problem: dict[str, Value]) -> Record:
         """Return one record, checked; raises as :meth:`Layer.read_record` says."""
@@ -288,6 +287,20 @@ class PackLayer:
         """Return the addresses of its records; none if the pack cannot be read, which it warns about."""
         pack = self._pack()
         return pack.records if pack else ()
+
+    def digest(self) -> str:
+        """Return the sha256 of its file, in hexadecimal; empty if the pack cannot be read."""
+        pack = self._pack()
+        return pack.digest if pack else ""
+
+    def is_changed(self) -> bool:
+        """Return whether the pack's file was written to since it was opened."""
+        pack = self._pack()
+        return pack is not None and pack.is_changed
+
+    def _problem_keys(self) -> Mapping[tuple[str, str, str], list[str]]:
+        pack = self._pack()
+        return pack.problem_keys if pack else {}
 
     def _pack(self) -> Pack | None:
         # Without a lock: a child forked while another thread holds it would wait forever.

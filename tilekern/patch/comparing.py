@@ -43,6 +43,7 @@ from tilekern.runtime.ranks.agreement import Agreement
 from tilekern.runtime.ranks.election import Status, verdict_on
 from tilekern.runtime.ranks.exchange import Taken, compare, take_over
 from tilekern.runtime.ranks.held import identity
+from tilekern.runtime.ranks.merged import Merged
 from tilekern.runtime.ranks.peers import Peers, one_line
 from tilekern.runtime.ranks.snapshot import Snapshot, digest_of
 from tilekern.spec import KernelSpec, Problem
@@ -68,8 +69,8 @@ class Agreed:
     Attributes:
         ranks: number of ranks that took part.
         leader: the rank whose records are run here.
-        digest: digest of the agreed records, in hexadecimal.
-        records: number of agreed records.
+        digest: digest of what was agreed on, in hexadecimal: of caches that are equal on all ranks, else of records.
+        records: number of agreed records; in equal caches, of which none is read, those of older sources count too.
         received: number of records that came from the leader because the caches here did not have them.
         untrusted: number of the leader's records that were left out because a rank does not trust them.
         sent_bytes: bytes sent by this rank.
@@ -168,13 +169,22 @@ def _snapshot(target: Target, wanted: Callable[[KernelSpec, Problem], bool] | No
     )  # fmt: skip
 
 
+def _own_records(target: Target) -> Merged | Snapshot:
+    """Return what this rank would run: its layers, or all their records, of which each rank may trust others."""
+    if must_be_signed():
+        return _snapshot(target)
+    tools = toolkit()
+    return Merged(target.arch, default_layers(), tools.key if tools else None, invariant=dispatch.is_invariant())
+
+
 def _agreed(number: int) -> Agreed | None:
     """Take part in one agreement and make dispatch use the outcome; ``number`` counts this process's agreements."""
     started = time.perf_counter()
-    target, own = None if dispatch.interpreting() else dispatch.here(), Snapshot(())
+    target = None if dispatch.interpreting() else dispatch.here()
+    own: Merged | Snapshot = Snapshot(())
     said: bytes | Exception
     try:
-        own = own if target is None else _snapshot(target)
+        own = own if target is None else _own_records(target)
         tools = toolkit()
         specs = sorted(all_specs().items())
         sources = digest_of([__version__, *(f"{name}/{source_digest(spec.module)}" for name, spec in specs)])
@@ -194,7 +204,8 @@ def _agreed(number: int) -> Agreed | None:
         taken = Taken(own)
         for each in verdict.groups.values():
             if each.differ:
-                found = take_over(peers, each.leader, own if each is group else None)
+                known = None if each is not group else own.snapshot() if isinstance(own, Merged) else own
+                found = take_over(peers, each.leader, known)
                 taken = found if each is group else taken
         agreement = None if group is None else Agreement(taken.snapshot, group.target, group.policy)
         compare(peers, [each.members for each in verdict.groups.values()], agreement)

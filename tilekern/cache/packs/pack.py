@@ -39,6 +39,8 @@ LARGEST_MANIFEST = 64 * 2**20
 # Version 2 has signatures; a pack without them is written as version 1, which every tilekern reads.
 UNSIGNED, SIGNED = 1, 2
 FORMAT = "tilekern-pack"
+# Bytes of a file that are read at once.
+_PART = 2**20
 
 
 class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,6 +103,29 @@ class Pack:
                 contents = error
             file_bytes = self.members[name].size
             yield entry_of(self.path / name, address, contents, file_bytes=file_bytes, modified=modified)
+
+    @cached_property
+    def problem_keys(self) -> dict[tuple[str, str, str], list[str]]:
+        """The keys of the problems that it has records of, by target, toolkit and kernel."""
+        found: dict[tuple[str, str, str], list[str]] = {}
+        for address in self.records:
+            found.setdefault(address[:3], []).append(address.problem_key)
+        return found
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether its file was written to since it was opened."""
+        now = os.fstat(self._file.fileno())
+        return (now.st_mtime_ns, now.st_size) != (self.status.st_mtime_ns, self.status.st_size)
+
+    @cached_property
+    def digest(self) -> str:
+        """The sha256 of its file, in hexadecimal."""
+        found, at = hashlib.sha256(), 0
+        while part := os.pread(self._file.fileno(), _PART, at):
+            found.update(part)
+            at += len(part)
+        return found.hexdigest()
 
     @cached_property
     def signature_names(self) -> dict[str, list[str]]:

@@ -9,6 +9,7 @@ from tilekern.cache import Hit
 from tilekern.compile.toolchain import require_toolkit
 from tilekern.errors import CompileInterrupted, CompileTimeout, RanksDiffer
 from tilekern.runtime.defaults import default_in_cache, made_default
+from tilekern.runtime.ranks.merged import Merged
 from tilekern.runtime.ranks.snapshot import Snapshot
 from tilekern.spec import KernelSpec, Problem
 from tilekern.spec.targets import Target
@@ -29,7 +30,7 @@ class Agreement:
             only on the ranks that happened to need it.
     """
 
-    snapshot: Snapshot
+    snapshot: Snapshot | Merged
     target: Target
     policy: str
     compiled: dict[tuple[str, Problem], Hit] = field(default_factory=dict)

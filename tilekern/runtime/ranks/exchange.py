@@ -13,6 +13,7 @@ from tilekern.cache.trust.policy import must_be_signed
 from tilekern.errors import RanksDiffer
 from tilekern.runtime.ranks.agreement import Agreement
 from tilekern.runtime.ranks.held import Held, unpacked
+from tilekern.runtime.ranks.merged import Merged
 from tilekern.runtime.ranks.peers import Peers
 from tilekern.runtime.ranks.snapshot import Snapshot, digest_of
 
@@ -25,13 +26,13 @@ class Taken(NamedTuple):
     """The records that a rank has taken over.
 
     Attributes:
-        snapshot: the leader's records, without those that a rank does not trust.
+        snapshot: the leader's records, without those that a rank does not trust; layers that are equal on all ranks.
         received: the number of records that came from the leader.
         untrusted: the number of the leader's records that are left out.
         note: which these are, for the user; empty if there are none.
     """
 
-    snapshot: Snapshot
+    snapshot: Snapshot | Merged
     received: int = 0
     untrusted: int = 0
     note: str = ""

@@ -71,6 +71,11 @@ class Snapshot:
         return digest_of("/".join([*place, one.identity]) for place, one in self._held.items())
 
     @property
+    def places(self) -> list[Place]:
+        """The places of its records, sorted."""
+        return list(self._held)
+
+    @property
     def identities(self) -> list[str]:
         """The identity of each record, in the order of places."""
         return list(self._known)
