@@ -103,6 +103,19 @@ def test_each_change_of_what_lookups_find_is_another_digest(layers, compiled, tm
     assert merged([*again, elsewhere]).digest == given["as it is"].digest, "packs of other archs do not count"
 
 
+def test_other_folders_before_the_packs_take_the_place_of_its_own(layers, compiled, tmp_path):
+    """Ranks with equal packs compare the records of these folders alone."""
+    theirs = cache.FolderLayer(fill(tmp_path / "theirs", compiled, 48, 112, config=OTHER), "user")
+    one, other = merged(layers), merged([theirs, *layers[1:]])
+    assert (one.rest, one.digest == other.digest) == (other.rest, False)
+    wanted = list(answers(other, None))
+    assert list(answers(one, None)) != wanted
+    both = one.having(other.folders)
+    assert (list(answers(both, None)), both.digest) == (wanted, other.digest)
+    behind = merged([layers[1], theirs, *layers[2:]])
+    assert (len(behind.folders), behind.rest != one.rest) == (0, True), "a folder behind a pack counts with the packs"
+
+
 def test_what_was_agreed_on_is_found_when_the_files_are_gone(layers, tmp_path):
     one = merged(layers)
     wanted = list(answers(Snapshot.take("sm_90", layers, None), None))

@@ -49,6 +49,13 @@ def situations(compiled, tmp_path_factory):
         fill(home / "differ" / "1", compiled, 48, 64, config=OTHER),
         fill(home / "differ" / "2", compiled, 48, config=OTHER),
     ])  # fmt: skip
+    beside = home / "beside.pack"
+    cache.write_pack(beside, [record(compiled, 80, OTHER)])
+    give("folders differ beside a pack", [
+        fill(home / "beside" / "0", compiled, 48),
+        fill(home / "beside" / "1", compiled, 48, config=OTHER),
+        fill(home / "beside" / "2", compiled),
+    ], [(50, 48), (50, 80)], env={"TILEKERN_CACHE_PATH": str(beside)})  # fmt: skip
     give("times differ", [
         fill(home / "times" / "0", compiled, 48),
         fill(home / "times" / "1", compiled, 48, created="2026-08-01T12:00:00+00:00", candidates=7),
@@ -104,6 +111,7 @@ D = DEFAULT.key
 # By situation: the configs that run on all ranks, how many records each received, and what of this is not so.
 AGREED = {
     "differ": ([D, D], [0, 2, 2]),
+    "folders differ beside a pack": ([D, OTHER.key], [0, 1, 1]),
     "vanishes while it is read": ([D, D], None),
     "vanish when agreed": ([D, D], None),
     "damaged": ([D, D], None),

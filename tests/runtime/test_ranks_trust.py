@@ -96,7 +96,7 @@ class Home:
 
 def malformed(compiled):
     """What a rank says of its own making: which time that it says anything in that way, and how that is refused."""
-    status = json.loads(Status(H200, None, "fallback", False, "5" * 64, [], "d" * 64).to_bytes())
+    status = json.loads(Status(H200, None, "fallback", False, "5" * 64, [], "d" * 64, "d" * 64).to_bytes())
     held = Held(*record(compiled), {})
     whole = packed([held])
     text, start = held.record.data, 8 + int.from_bytes(whole[:8], "big")

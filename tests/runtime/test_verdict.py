@@ -16,7 +16,7 @@ from tilekern.spec.targets import KNOWN, resolve
 
 def status(digest="a", gpu="H200", **changes):
     target = None if gpu is None else resolve(gpu)
-    return replace(Status(target, "t-1", "compile", False, "5" * 64, ["cublas"], digest * 64), **changes)
+    return replace(Status(target, "t-1", "compile", False, "5" * 64, ["cublas"], digest * 64, "e" * 64), **changes)
 
 
 def test_the_lowest_rank_of_an_arch_leads_and_those_that_differ_follow():
@@ -25,6 +25,11 @@ def test_the_lowest_rank_of_an_arch_leads_and_those_that_differ_follow():
     assert (hopper.leader, hopper.members, hopper.target.name, hopper.differ) == (1, (1, 2, 3), "H200", True)
     assert (blackwell.leader, blackwell.members, blackwell.differ) == (4, (4,), False)
     assert len(verdict.notes) == 1
+
+
+def test_folders_alone_may_differ():
+    groups = verdict_on([status("b"), status("c"), status("b", "B200"), status("c", "B200", packs="f" * 64)]).groups
+    assert [(each.differ, each.packs_differ) for each in groups.values()] == [(True, True), (True, False)]
 
 
 @pytest.mark.parametrize("toolkits", [("t-1", "t-2"), ("t-1", None), (None, None)])
@@ -72,6 +77,7 @@ BAD = {
     "toolkit": [5, "../../etc", "a\nb", ""],
     "policy": ["panic", "COMPILE", None, ["compile"], {}],
     "signed": [0, "true", None],
+    "packs": ["", "x" * 64, 5, None],
     "sources": ["", "x" * 64, 5, None],
     "digest": ["", "A" * 64, 5, None],
     "target": [5, "sm_90", [], {}, {"arch": "sm_90"}],

@@ -40,7 +40,7 @@ from tilekern.patch.warmup import asked_by, exact_part
 from tilekern.runtime import dispatch
 from tilekern.runtime.provisional import of_several_ranks
 from tilekern.runtime.ranks.agreement import Agreement
-from tilekern.runtime.ranks.election import Status, verdict_on
+from tilekern.runtime.ranks.election import Group, Status, verdict_on
 from tilekern.runtime.ranks.exchange import Taken, compare, take_over
 from tilekern.runtime.ranks.held import identity
 from tilekern.runtime.ranks.merged import Merged
@@ -177,6 +177,21 @@ def _own_records(target: Target) -> Merged | Snapshot:
     return Merged(target.arch, default_layers(), tools.key if tools else None, invariant=dispatch.is_invariant())
 
 
+def _compared(own: Merged | Snapshot, group: Group) -> Snapshot:
+    """Return the records that the ranks of a group compare: those of folders, if all else is equal."""
+    if isinstance(own, Snapshot):
+        return own
+    return own.snapshot() if group.packs_differ else own.folders
+
+
+def _put_together(own: Merged | Snapshot, group: Group, taken: Taken) -> Taken:
+    """Return what was taken over with what is equal on all ranks."""
+    if isinstance(own, Snapshot) or group.packs_differ:
+        return taken
+    assert isinstance(taken.snapshot, Snapshot)
+    return taken._replace(snapshot=own.having(taken.snapshot))
+
+
 def _agreed(number: int) -> Agreed | None:
     """Take part in one agreement and make dispatch use the outcome; ``number`` counts this process's agreements."""
     started = time.perf_counter()
@@ -189,7 +204,10 @@ def _agreed(number: int) -> Agreed | None:
         specs = sorted(all_specs().items())
         sources = digest_of([__version__, *(f"{name}/{source_digest(spec.module)}" for name, spec in specs)])
         policy, compiler = dispatch.miss_policy(agreed=False), tools.key if tools else None
-        said = Status(target, compiler, policy, must_be_signed(), sources, libraries_here(), own.digest).to_bytes()
+        packs = own.rest if isinstance(own, Merged) else own.digest
+        said = Status(
+            target, compiler, policy, must_be_signed(), sources, libraries_here(), own.digest, packs
+        ).to_bytes()
     except (TilekernError, CacheError, OSError) as error:
         said = error
     with Peers(number) as peers:
@@ -204,9 +222,8 @@ def _agreed(number: int) -> Agreed | None:
         taken = Taken(own)
         for each in verdict.groups.values():
             if each.differ:
-                known = None if each is not group else own.snapshot() if isinstance(own, Merged) else own
-                found = take_over(peers, each.leader, known)
-                taken = found if each is group else taken
+                found = take_over(peers, each.leader, _compared(own, each) if each is group else None)
+                taken = taken if each is not group else _put_together(own, each, found)
         agreement = None if group is None else Agreement(taken.snapshot, group.target, group.policy)
         compare(peers, [each.members for each in verdict.groups.values()], agreement)
     for note in filter(None, (*verdict.notes, taken.note)):

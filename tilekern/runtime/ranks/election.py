@@ -34,6 +34,7 @@ class Status:
         sources: the digest of its version of tilekern and of the kernels' sources.
         libraries: the libraries that may run a config instead of a kernel.
         digest: the digest of the records in its caches.
+        packs: the digest of those that are not in folders; as ``digest`` if it read them all.
     """
 
     target: Target | None
@@ -43,6 +44,7 @@ class Status:
     sources: str
     libraries: list[str]
     digest: str
+    packs: str
 
     def to_bytes(self) -> bytes:
         """Return the status as bytes for another rank."""
@@ -71,6 +73,7 @@ class Status:
             check_name("a library", name)
         check_digest("sources", said["sources"])
         check_digest("digest", said["digest"])
+        check_digest("packs", said["packs"])
         return cls(**said | {"target": None if said["target"] is None else _target(said["target"])})
 
 
@@ -84,6 +87,7 @@ class Group:
         target: the leader's GPU.
         policy: the miss policy of all of them.
         differ: whether one has other records than the leader.
+        packs_differ: whether one has other records that are not in folders.
     """
 
     members: tuple[int, ...]
@@ -91,6 +95,7 @@ class Group:
     target: Target
     policy: str
     differ: bool
+    packs_differ: bool
 
 
 @dataclass(frozen=True)
@@ -148,8 +153,11 @@ def _group(arch: str, members: Mapping[int, Status], notes: list[str]) -> Group:
     if policy == "compile" and (len(toolkits) > 1 or None in toolkits):
         policy = "fallback"
         notes.append(f"not all ranks on {arch} have the same compiler: a miss runs the model's own op on all")
-    differ = any(status.digest != first.digest for status in members.values())
-    return Group(tuple(members), leader, first.target, policy, differ)
+    differ, packs_differ = (
+        any(getattr(status, name) != getattr(first, name) for status in members.values())
+        for name in ("digest", "packs")
+    )
+    return Group(tuple(members), leader, first.target, policy, differ, packs_differ)
 
 
 def _target(said: Any) -> Target:

@@ -1,11 +1,12 @@
 """The layers of one machine as one layer, of whose packs only those records are read that lookups ask for.
 
-Ranks whose layers are equal need not compare records, of which the packs of a GPU have thousands. Folders are taken as
-snapshots, since other processes write to them; a pack stays open, and what is in it does not change.
+Ranks whose packs are equal need not compare the records in them, of which those of a GPU have thousands. Folders are
+taken as snapshots, since other processes write to them; a pack stays open, and what is in it does not change.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 
 from tilekern.cache import Hit, Layer, Missing, MissingRecord, PackLayer, Record, lookup, problem_key
@@ -27,16 +28,22 @@ class Merged:
         layers: the layers, first to last.
         toolkit_key: the toolkit installed here, or None.
         invariant: whether lookups are those of the invariant mode.
+
+    Attributes:
+        folders: the records of the folders before all packs.
     """
 
     def __init__(self, arch: str, layers: Sequence[Layer], toolkit_key: str | None, *, invariant: bool = False) -> None:
         self.name = "agreed"
         self._arch, self._toolkit_key, self._invariant = arch, toolkit_key, invariant
-        self._layers: list[PackLayer | Snapshot] = []
+        is_pack = [isinstance(layer, PackLayer) for layer in layers]
+        first = is_pack.index(True) if any(is_pack) else len(layers)
+        self.folders = Snapshot.take(arch, layers[:first], toolkit_key, invariant=invariant)
+        self._layers: list[PackLayer | Snapshot] = [self.folders]
         self._digests: list[str] = []
         self._found: dict[Place, Hit | None] = {}
         self._blobs_in: dict[str, Layer] = {}
-        for layer in layers:
+        for layer in layers[first:]:
             if isinstance(layer, PackLayer):
                 if any(map(self._is_ours, layer.targets())):
                     self._layers.append(layer)
@@ -52,7 +59,18 @@ class Merged:
     @property
     def digest(self) -> str:
         """The digest of all that decides what lookups find, in hexadecimal, but for the sources of the kernels."""
+        return digest_of([self.folders.digest, self.rest])
+
+    @property
+    def rest(self) -> str:
+        """The digest of the same but for the folders before all packs."""
         return digest_of([self._arch, f"{self._toolkit_key}", f"{self._invariant}", *self._digests])
+
+    def having(self, folders: Snapshot) -> Merged:
+        """Return the layers with others in place of the folders before all packs."""
+        other = copy.copy(self)
+        other.folders, other._layers, other._found, other._blobs_in = folders, [folders, *self._layers[1:]], {}, {}
+        return other
 
     def snapshot(self) -> Snapshot:
         """Return all records that lookups find, to compare them with those of other layers."""
