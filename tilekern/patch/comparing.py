@@ -163,31 +163,30 @@ def cache_digest(model: torch.nn.Module | None = None, *, gpu: str = "auto") -> 
 
 
 def _snapshot(target: Target, wanted: Callable[[KernelSpec, Problem], bool] | None = None) -> Snapshot:
-    tools = toolkit()
-    return Snapshot.take(
-        target.arch, default_layers(), tools.key if tools else None, wanted, invariant=dispatch.is_invariant()
-    )  # fmt: skip
+    return Snapshot.take(**_lookups(target), wanted=wanted)
 
 
 def _own_records(target: Target) -> Merged | Snapshot:
     """Return what this rank would run: its layers, or all their records, of which each rank may trust others."""
-    if must_be_signed():
-        return _snapshot(target)
+    return _snapshot(target) if must_be_signed() else Merged(**_lookups(target))
+
+
+def _lookups(target: Target) -> dict[str, Any]:
+    """Return where this process looks records up, and how."""
     tools = toolkit()
-    return Merged(target.arch, default_layers(), tools.key if tools else None, invariant=dispatch.is_invariant())
+    return {
+        "arch": target.arch, "layers": default_layers(), "toolkit_key": tools.key if tools else None,
+        "invariant": dispatch.is_invariant(),
+    }  # fmt: skip
 
 
-def _compared(own: Merged | Snapshot, group: Group) -> Snapshot:
-    """Return the records that the ranks of a group compare: those of folders, if all else is equal."""
+def _taken_over(peers: Peers, group: Group, own: Merged | Snapshot) -> Taken:
+    """Take over the records of this rank's group: those of folders, if all else is equal, else all."""
     if isinstance(own, Snapshot):
-        return own
-    return own.snapshot() if group.packs_differ else own.folders
-
-
-def _put_together(own: Merged | Snapshot, group: Group, taken: Taken) -> Taken:
-    """Return what was taken over with what is equal on all ranks."""
-    if isinstance(own, Snapshot) or group.packs_differ:
-        return taken
+        return take_over(peers, group.leader, own)
+    if group.packs_differ:
+        return take_over(peers, group.leader, own.snapshot())
+    taken = take_over(peers, group.leader, own.folders)
     assert isinstance(taken.snapshot, Snapshot)
     return taken._replace(snapshot=own.having(taken.snapshot))
 
@@ -221,9 +220,10 @@ def _agreed(number: int) -> Agreed | None:
         group = verdict.groups.get(target.arch) if target is not None else None
         taken = Taken(own)
         for each in verdict.groups.values():
-            if each.differ:
-                found = take_over(peers, each.leader, _compared(own, each) if each is group else None)
-                taken = taken if each is not group else _put_together(own, each, found)
+            if each.differ and each is group:
+                taken = _taken_over(peers, each, own)
+            elif each.differ:
+                take_over(peers, each.leader, None)
         agreement = None if group is None else Agreement(taken.snapshot, group.target, group.policy)
         compare(peers, [each.members for each in verdict.groups.values()], agreement)
     for note in filter(None, (*verdict.notes, taken.note)):

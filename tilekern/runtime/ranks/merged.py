@@ -9,13 +9,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 
-from tilekern.cache import Hit, Layer, Missing, MissingRecord, PackLayer, Record, lookup, problem_key
+from tilekern.cache import Hit, Layer, Missing, MissingRecord, PackLayer, Record, problem_key
 from tilekern.cache.keys import Value
 from tilekern.errors import RanksDiffer
 from tilekern.kernels import all_specs
 from tilekern.runtime.ranks.held import Place
-from tilekern.runtime.ranks.snapshot import Snapshot, digest_of
-from tilekern.spec.source import source_digest
+from tilekern.runtime.ranks.snapshot import Snapshot, digest_of, found_at
 
 
 class Merged:
@@ -42,7 +41,7 @@ class Merged:
         self._layers: list[PackLayer | Snapshot] = [self.folders]
         self._digests: list[str] = []
         self._found: dict[Place, Hit | None] = {}
-        self._blobs_in: dict[str, Layer] = {}
+        self._blobs: dict[str, bytes] = {}
         for layer in layers[first:]:
             if isinstance(layer, PackLayer):
                 if any(map(self._is_ours, layer.targets())):
@@ -69,7 +68,7 @@ class Merged:
     def having(self, folders: Snapshot) -> Merged:
         """Return the layers with others in place of the folders before all packs."""
         other = copy.copy(self)
-        other.folders, other._layers, other._found, other._blobs_in = folders, [folders, *self._layers[1:]], {}, {}
+        other.folders, other._layers, other._found, other._blobs = folders, [folders, *self._layers[1:]], {}, {}
         return other
 
     def snapshot(self) -> Snapshot:
@@ -109,10 +108,14 @@ class Merged:
         return hit.record
 
     def read_blob(self, sha256: str) -> bytes:
-        """Return one blob of a record that was read; raises as :meth:`tilekern.cache.Layer.read_blob`."""
-        if sha256 not in self._blobs_in:
+        """Return one blob, which was read and checked with its record.
+
+        Raises:
+            Missing: no record with it was read.
+        """
+        if sha256 not in self._blobs:
             raise Missing(f"the ranks agreed on no blob {sha256}")
-        return self._blobs_in[sha256].read_blob(sha256)
+        return self._blobs[sha256]
 
     def signatures(self, record_sha256: str) -> dict[str, bytes]:
         """Return the signatures and seals of a record, by the names of their files."""
@@ -131,13 +134,9 @@ class Merged:
                     f"{layer.path} was written to after the ranks had agreed on what is in it: put another file in its "
                     "place, and call tilekern.agree() to use that"
                 )
-        hit = lookup(
-            place.kernel, problem, bucketed=(), target_key=place.target_key, arch=place.target_key,
-            toolkit_key=self._toolkit_key, source=source_digest(spec.module), layers=self._layers,
-            invariant=self._invariant,
-        )  # fmt: skip
+        hit = found_at(place, spec, problem, self._layers, self._toolkit_key, invariant=self._invariant)
         if hit is not None:
-            self._blobs_in.update(dict.fromkeys(hit.blobs, hit.layer))
+            self._blobs.update(hit.blobs)
         return hit
 
     def _places(self) -> Iterator[Place]:

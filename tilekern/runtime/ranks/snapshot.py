@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-from tilekern.cache import Corrupt, Layer, Missing, MissingRecord, Record, lookup, problem_key
+from tilekern.cache import Corrupt, Hit, Layer, Missing, MissingRecord, Record, lookup, problem_key
 from tilekern.cache.keys import Value
 from tilekern.cache.trust.policy import must_be_signed
 from tilekern.kernels import all_specs
@@ -56,11 +56,7 @@ class Snapshot:
         for place, spec, problem in dict.fromkeys(_places(arch, layers)):
             if wanted is not None and not wanted(spec, problem):
                 continue
-            found = lookup(
-                spec.name, dict(problem), bucketed=(), target_key=place.target_key, arch=place.target_key,
-                toolkit_key=toolkit_key, source=source_digest(spec.module), layers=layers,
-                invariant=invariant,
-            )  # fmt: skip
+            found = found_at(place, spec, dict(problem), layers, toolkit_key, invariant=invariant)
             if found is not None:
                 held.append(Held(found.record, found.blobs, _signatures(found.record, found.layer)))
         return cls(held)
@@ -143,6 +139,17 @@ class Snapshot:
             name: text for one in self._held.values() for name, text in one.signatures.items()
             if name.startswith(f"{record_sha256}.")
         }  # fmt: skip
+
+
+def found_at(
+    place: Place, spec: KernelSpec, problem: dict[str, Value], layers: Sequence[Layer], toolkit_key: str | None, *,
+    invariant: bool,
+) -> Hit | None:  # fmt: skip
+    """Return the record at a place that a lookup through layers finds, none of another GPU or other sizes."""
+    return lookup(
+        spec.name, problem, bucketed=(), target_key=place.target_key, arch=place.target_key, toolkit_key=toolkit_key,
+        source=source_digest(spec.module), layers=layers, invariant=invariant,
+    )  # fmt: skip
 
 
 def digest_of(lines: Iterable[str]) -> str:
