@@ -26,6 +26,7 @@ from tilekern.patch.guards import (
 )
 from tilekern.patch.rewriting import rewritten
 from tilekern.patch.skipped_logits import SKIPPED
+from tilekern.patch.tied_head import TiedHead, tied_head
 from tilekern.runtime.dispatch import meta_stands_for
 from tilekern.warning import warn_once
 
@@ -79,6 +80,7 @@ def fused_linear_cross_entropy(original: Function, **functions: Function) -> Fun
 
     variables = {
         patterns.SERVES: serves, patterns.LOSS: _loss, patterns.SKIPPED: SKIPPED, patterns.CACHED: _cached,
+        patterns.TIED: tied_head,
     }  # fmt: skip
     return rewritten(original, patterns.head_and_loss, variables | functions)
 
@@ -158,7 +160,7 @@ def _wide() -> bool:
 def _loss(
     head: Any, hidden: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = None, ignore_index: int = -100,
     shift_labels: torch.Tensor | None = None, factor: float = 1.0, divisor: float = 1.0, softcap: float | None = None,
-    **_: Any,
+    tied: TiedHead | None = None, **_: Any,
 ) -> torch.Tensor:  # fmt: skip
     """Compute Hugging Face's ``ForCausalLMLoss`` of ``head(hidden) * factor / divisor``, capped."""
     head = _called_for(head)
@@ -175,6 +177,8 @@ def _loss(
     def compute(hidden: torch.Tensor) -> torch.Tensor:
         part = parallel.part_of_head(head)
         weight, bias = (head.weight, head.bias) if part is None else (part.weight, part.bias)
+        if tied is not None and part is None:
+            weight = tied.table(weight)
         if scale != 1.0:
             hidden, bias = hidden * scale, None if bias is None else bias * scale
         options: dict[str, Any] = {"ignore_index": ignore_index, "softcap": softcap, "wide_sums": _wide(), "bias": bias}

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 ADD_NORM, NORM_ADD, NORM_ADD_NORM = "tilekern_add_norm", "tilekern_norm_add", "tilekern_norm_add_norm"
 TURNED, TURNED_ALONE = "tilekern_turned", "tilekern_turned_alone"
 SERVES, LOSS, CACHED = "tilekern_serves", "tilekern_loss", "tilekern_cached"
+TIED = "tilekern_tied"
 NORMED, ROTATED, PROJECTED, MLP = "tilekern_normed", "tilekern_rotated", "tilekern_projected", "tilekern_mlp"
 SKIPPED, WHOLE = "tilekern_skipped", "tilekern_whole"
 # Argument added to a forward whose logits may be skipped.
@@ -27,7 +28,7 @@ CACHES = ("cache", "past_key_values", "cache_position")
 _HANDED = ("sliding_window", "softcap")
 # Operations on logits that do not change their loss.
 _SAME_LOGITS = (").float()", ").contiguous()")
-_UNUSED, _NORMAL = "tilekern_sum", "tilekern_normal"
+_UNUSED, _NORMAL, _TIE = "tilekern_sum", "tilekern_normal", "tilekern_tie"
 _DROPOUTS = ("nn.functional.dropout", "torch.nn.functional.dropout", "F.dropout")
 # Expressions that may skip a part of a statement or run it later.
 _NOT_AT_ONCE = (ast.Lambda, ast.IfExp, ast.BoolOp, ast.Compare, ast.comprehension, ast.NamedExpr)
@@ -657,11 +658,31 @@ def head_and_loss(function: ast.FunctionDef) -> int:
         made.args[1], made.keywords = copy.deepcopy((call.args[0], arguments))
         served.orelse = [x for x in body[place:end] if x not in settings]
         body[place:end] = [*settings, served]
+        if _tie(body, place, head):
+            made.keywords.append(
+                ast.copy_location(ast.keyword("tied", ast.copy_location(ast.Name(_TIE, ast.Load()), made)), made)
+            )
         function.args.kwonlyargs.append(ast.arg(SKIP_LOGITS))
         function.args.kw_defaults.append(ast.Constant(None))
         _leave_out_cache(function, names)
         return 1
     return 0
+
+
+def _tie(body: list[ast.stmt], place: int, head: str) -> bool:
+    """Run the model, before the statement at ``place``, as one whose head may be its embedding; return whether it runs.
+
+    That is the first call of a part of the model with its input.
+    """
+    for at, statement in enumerate(body[:place]):
+        _, value = _assigned(statement)
+        if value is not None and _own_call(value) and _uses([value], "input_ids"):
+            text = f"with {TIED}(self, self.{head}, labels, {SKIP_LOGITS}) as {_TIE}:\n    pass"
+            run = _statement(text, statement)
+            assert isinstance(run, ast.With)
+            run.body, body[at] = [statement], run
+            return True
+    return False
 
 
 def _leave_out_cache(function: ast.FunctionDef, names: Collection[str]) -> None:
