@@ -20,6 +20,7 @@ from tilekern.spec import DTYPES, Config, KernelSpec, LibraryCall, Problem
 from tilekern.spec.targets import INTERPRETED
 from tilekern.tuning.verify.battery import Battery
 from tilekern.tuning.verify.cases import Kept, Room, ValueCases
+from tilekern.tuning.verify.check import judge
 
 pytestmark = pytest.mark.slow
 
@@ -428,6 +429,27 @@ def test_a_check_names_every_case_with_its_sizes_and_figures():
     ]  # fmt: skip
     assert check.relative_error == max(case["relative_error"] for case in check.cases[:-1])
     assert 1e-4 < check.relative_error < 4e-3
+
+
+def test_what_infinity_changes_and_leaves_finite_must_be_what_a_large_number_makes_it():
+    """A score of minus infinity takes no share from the others; a reference says NaN where its query sees no key."""
+    spec = spec_named("attention_dkdv_apart")
+    sizes = {"batch": 1, "queries": 71, "keys": 71, "heads": 1, "kv_heads": 1, "head_dim": 8}
+    problem = sized(spec, "bfloat16", **sizes).but(causal=True, windowed=True, capped=False, packed=False)
+    values = ValueCases(spec, problem, "cpu", Room.of("cpu"))
+    values._small = problem
+    case = next(case for case in values.all() if case.name == "infinity in k, lse, delta")
+    outputs = {name: torch.full_like(x, math.nan, dtype=torch.float32) for name, x in case.expected.items()}
+    interpret(spec, spec.generic(problem).but(tile_m=16, tile_n=16), problem, case.inputs, outputs)
+    finite = outputs["dk"].isfinite() & ~case.expected["dk"].isfinite()
+    battery = battery_of(spec, problem)
+    assert bool(finite.any())
+    assert not judge(outputs, case.expected, spec.tolerance(problem), case.leeway).passed
+    assert battery._check(case, outputs, "").passed
+    changed = case.limits()["dk"].plain != values._unpoisoned[1]["dk"]
+    place = tuple((finite & changed).nonzero()[0])
+    outputs["dk"][place] = values._unpoisoned[1]["dk"][place] + 1.0
+    assert not battery._check(case, outputs, "").passed
 
 
 def rounds_once(problem, inputs, outputs):

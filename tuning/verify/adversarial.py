@@ -25,6 +25,8 @@ Change = Callable[[int, Any], Any]
 POWERS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 13, 16, 20, 25, 30)
 # This value is put in place of NaN or infinity, to see which results depend on the element.
 PROBE = 3.0
+# These in place of infinity, to see what it leaves alone: what is the same for both is the limit of larger numbers.
+FAR_PROBES = (1e6, 2e6)
 _HALVES = (torch.bfloat16, torch.float16)
 
 

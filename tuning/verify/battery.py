@@ -135,8 +135,10 @@ class Battery:
 
     def _check(self, case: Case, outputs: dict[str, Any], damage: str) -> Check:
         """Judge a run; damage fails it whatever its errors are."""
-        tolerance = self._spec.tolerance(case.problem)
-        check = judge(self._spec.results(outputs), case.expected, tolerance, case.leeway)
+        tolerance, results = self._spec.tolerance(case.problem), self._spec.results(outputs)
+        check = judge(results, case.expected, tolerance, case.leeway)
+        if not check.passed and case.limits is not None:
+            check = judge(results, case.expected, tolerance, case.limits())
         return Check(False, check.relative_error, check.elementwise_error, damage) if damage else check
 
     def _launched(self, case: Case, config: Config, run: Run) -> tuple[dict[str, Any], str]:

@@ -66,7 +66,7 @@ class Case:
     """Inputs of one kind at one size, with their right results.
 
     ``leeway`` is what :func:`tilekern.tuning.verify.check.judge` allows each result. ``padded`` asks for gaps between
-    rows.
+    rows. ``limits`` computes a leeway that takes longer, for results that fail with the first.
     """
 
     name: str
@@ -76,6 +76,7 @@ class Case:
     leeway: Mapping[str, Leeway] = field(default_factory=dict)
     padded: bool = False
     note: str = ""
+    limits: Callable[[], Mapping[str, Leeway]] | None = None
     # By whether rows are padded; a library takes them as they are.
     _guarded: dict[bool, GuardedInputs] = field(default_factory=dict)
 
@@ -270,10 +271,26 @@ class ValueCases:
             inputs = drawn(spec, problem, self._device, placed(draw, mark))
             if names := adversarial.changed_names(plain, inputs):
                 expected = expected_results(spec, problem, inputs)
-                found.append(Case(f"{what} in {', '.join(names)}", problem, inputs, expected, leeway))
+                limits = (
+                    functools.cache(functools.partial(self._limits, draw, mark, leeway)) if math.isinf(mark) else None
+                )
+                found.append(Case(f"{what} in {', '.join(names)}", problem, inputs, expected, leeway, limits=limits))
                 # Infinity may reach what NaN reaches.
                 leeway = {name: replace(extra, tainted=expected[name].isnan()) for name, extra in leeway.items()}
         return found
+
+    def _limits(self, draw: int, mark: float, leeway: Mapping[str, Leeway]) -> dict[str, Leeway]:
+        """Return leeway for what infinity changes and leaves finite, as a score of minus infinity changes the others'.
+
+        The reference gives NaN there for zero times a masked infinity. Right are the results with a large number.
+        """
+        spec, problem = self._spec, self._small
+        probed = [
+            drawn(spec, problem, self._device, placed(draw, math.copysign(x, mark))) for x in adversarial.FAR_PROBES
+        ]
+        near, far = (adversarial.results_in(torch.float64, spec, problem, inputs) for inputs in probed)
+        right, reached = expected_results(spec, problem, probed[0]), adversarial.reached(near, far)
+        return {name: replace(extra, plain=right[name], reached=reached[name]) for name, extra in leeway.items()}
 
 
 class Kept:
