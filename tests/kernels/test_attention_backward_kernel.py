@@ -8,6 +8,7 @@ import torch
 from spec_samples import assert_right, each, launched, plain_inputs, sized
 
 from tilekern.kernels import spec_named
+from tilekern.kernels.attention import apart as attention_apart
 from tilekern.kernels.attention import backward_problem as attention_backward_problem
 from tilekern.kernels.attention import cudnn as attention_cudnn
 from tilekern.kernels.attention import problem as attention_problem
@@ -24,7 +25,7 @@ every_flag = pytest.mark.parametrize(
     "flags", [dict(zip(FLAGS, values, strict=True)) for values in itertools.product((False, True), repeat=4)], ids=str
 )
 FORWARD = spec_named("attention_forward")
-both = each([DKDV, DQ])
+of_each = each([DKDV, DQ, attention_apart.DKDV])
 all_three = each([FORWARD, DKDV, DQ])
 
 
@@ -66,14 +67,14 @@ def test_gradient_formula_matches_autograd(flags, queries, keys, sinks):
         torch.testing.assert_close(found, gradient, rtol=1e-10, atol=1e-10)
 
 
-@both
+@of_each
 @every_flag
 def test_every_flag_over_many_tiles_and_tails(spec, flags):
     problem = problem_of(spec, "bfloat16", flags)
     small_is_right(spec, problem)
 
 
-@both
+@of_each
 @every_flag
 def test_queries_and_keys_that_differ_in_number(spec, flags):
     for queries, keys in ((1, 70), (33, 100), (100, 33), (70, 1)):
@@ -81,7 +82,7 @@ def test_queries_and_keys_that_differ_in_number(spec, flags):
         small_is_right(spec, problem)
 
 
-@both
+@of_each
 @pytest.mark.parametrize("schedule", ["block", "persistent"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 1), (3, 3), (4, 2)])
 def test_groups_of_heads(spec, schedule, heads, kv_heads):
@@ -89,14 +90,14 @@ def test_groups_of_heads(spec, schedule, heads, kv_heads):
     small_is_right(spec, problem, schedule=schedule)
 
 
-@both
+@of_each
 @pytest.mark.parametrize("head_dim", [16, 96, 128, 256])
 def test_heads_of_any_size_by_the_default_config(spec, head_dim):
     problem = problem_of(spec, "bfloat16", {"causal": True}, batch=1, queries=200, keys=200, head_dim=head_dim)
     assert_right(spec, problem, [spec.default(problem, INTERPRETED)], plain_inputs(spec, problem))
 
 
-@both
+@of_each
 @pytest.mark.parametrize("window", [1, 31, 32, 33, 1000])
 @pytest.mark.parametrize("causal", [False, True])
 def test_windows_around_the_size_of_a_tile(spec, window, causal):
@@ -262,7 +263,11 @@ def test_the_kernels_in_a_row_with_every_flag(flags):
     ("problem", "expected"),
     [
         (whole("float32"), [KERNELS]),
-        (whole(windowed=True), [KERNELS]),
+        (whole(windowed=True), [KERNELS, APART]),
+        (whole(sizes={"kv_heads": 32}, windowed=True), [KERNELS]),
+        # Parts of 32 heads of 128 have 1.1 GB at 32768 tokens.
+        (whole(sizes={"queries": 32768, "keys": 32768}, windowed=True), [KERNELS, APART]),
+        (whole(sizes={"queries": 65536, "keys": 65536}, windowed=True), [KERNELS]),
         (whole(sizes={"kv_heads": 32}, packed=True), [KERNELS, KEPT]),
         (whole(sizes={"kv_heads": 5}), [KERNELS]),
         # A key head's dS has 1.1 GB with four readers at 16384 tokens, 4.3 GB at 32768, and 1.1 GB for each reader.
@@ -305,6 +310,17 @@ def test_score_gradients_are_kept_with_every_flag(config, cut, flags, monkeypatc
     assert [counters(name).launches - n for name, n in zip(names, before, strict=True)] == [
         *[pieces] * 2, *([min(cut, 2)] if config is APART else [])
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("capped", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_through_a_window_each_query_head_may_have_parts(causal, packed, capped):
+    problem = whole("bfloat16", GROUPED, causal=causal, windowed=True, packed=packed, capped=capped)
+    names = ("attention_dkdv_apart", "attention_dq", "attention_sums")
+    before = [counters(name).launches for name in names]
+    assert_right(GRADIENTS, problem, [APART], plain_inputs(GRADIENTS, problem))
+    assert [counters(name).launches for name in names] == [n + 1 for n in before]
 
 
 @pytest.mark.parametrize("config", [KEPT, APART], ids=str)

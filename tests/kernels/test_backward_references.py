@@ -16,7 +16,8 @@ FORWARD = "_forward"
 # Gradients of more or fewer results than a forward kernel's, or parts of them; the tests of these kernels compare them
 # with autograd, or with gradients that are compared with it.
 ELSEWHERE = (
-    "attention_dkdv_kept", "attention_dq_kept", "attention_sums", "experts_gate_backward", "fp8_experts_gate_backward",
+    "attention_dkdv_apart", "attention_dkdv_kept", "attention_dq_kept", "attention_sums", "experts_gate_backward",
+    "fp8_experts_gate_backward",
     "fused_linear_cross_entropy", "fused_linear_jsd", "grouped_weight_gradient", "router_losses_backward",
 )  # fmt: skip
 

@@ -121,7 +121,7 @@ SPILLS = [
     ),
     *(
         _attention(f"attention_{name}", arch, 0, LONG, **changes)
-        for name in ("dkdv", "dq")
+        for name in ("dkdv", "dkdv_apart", "dq")
         for arch, changes in [
             ("sm_90", {"head_dim": 64}), ("sm_90", {"head_dim": 256}), *((arch, {"packed": True}) for arch in BOTH),
         ]

@@ -1,5 +1,5 @@
 """Attention forward and backward, by kernels and by cuDNN."""
 
-from tilekern.kernels.attention import backward, forward, gradients, kept
+from tilekern.kernels.attention import apart, backward, forward, gradients, kept
 
-SPECS = (*forward.SPECS, *backward.SPECS, *kept.SPECS, *gradients.SPECS)
+SPECS = (*forward.SPECS, *backward.SPECS, *kept.SPECS, *apart.SPECS, *gradients.SPECS)

@@ -155,8 +155,8 @@ def keys_gradients(
         store_rows(dv, number, first_key, keys, tile, owner, dv_sum.astype(dv.dtype), packed)
 
 
-def _keep_nothing(kept, gradients, place, tile, queries, heads, batch, causal, packed):
-    pass
+def keep_nothing(kept, gradients, place, tile, queries, heads, batch, causal, packed):
+    """Take dS^T of two tiles, as :func:`keys_gradients` wants, and do nothing."""
 
 
 @ct.kernel
@@ -172,7 +172,7 @@ def attention_dkdv(
     [batch + 1]; if ``packed``, the sequences follow one another in a batch of one.
     """
     arguments = (
-        q, k, v, dout, lse, delta, query_starts, key_starts, most_keys, scale, softcap, window, dk, dv, _keep_nothing,
+        q, k, v, dout, lse, delta, query_starts, key_starts, most_keys, scale, softcap, window, dk, dv, keep_nothing,
         None, heads, kv_heads, depth, tile_m, tile_n, budget, latency, one_loop, False, causal, windowed, capped,
         packed, precise,
     )  # fmt: skip

@@ -4,7 +4,8 @@ The kernels run one after the other: delta, then dk and dv by tiles of keys, the
 add to the same element. ``kernels`` compute the scores twice: seven matrix products against five. ``kept`` computes
 them once and keeps dS for dq, and so does ``apart``, with parts of dk and dv for each query head
 (:mod:`tilekern.kernels.attention.kept`). Both take some heads at a time, so that dS takes :data:`MOST_KEPT` bytes at
-most. A ``deterministic`` problem is not for cuDNN.
+most. Through a window dS is never kept, and ``apart`` computes the scores twice too
+(:mod:`tilekern.kernels.attention.apart`). A ``deterministic`` problem is not for cuDNN.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from tilekern.kernels.attention import apart as attention_apart
 from tilekern.kernels.attention import backward as attention_backward
 from tilekern.kernels.attention import backward_problem as shared
 from tilekern.kernels.attention import cudnn as attention_cudnn
@@ -73,14 +75,16 @@ def parts(config: Config, sizes: dict[str, Any], q: Any, k: Any) -> list[tuple[K
     if config["implementation"] == "kernels":
         return [(attention_backward.DKDV, sizes), (attention_backward.DQ, sizes)]
     apart = config["implementation"] == "apart"
+    of_parts = sizes | {"tokens": k.shape[0] * k.shape[1], "group": sizes["heads"] // sizes["kv_heads"]}
+    if sizes["windowed"]:
+        return [(attention_apart.DKDV, sizes), (attention_backward.DQ, sizes), (attention_kept.SUMS, of_parts)]
     # A record may serve sizes larger than its own, whose dS has less room than the smallest piece's.
     count = _pieces(sizes, q.shape[1], q.element_size(), apart=apart) or sizes["heads" if apart else "kv_heads"]
     heads, kv_heads = sizes["heads"] // count, max(1, sizes["kv_heads"] // count)
     piece = sizes | {"heads": heads, "kv_heads": kv_heads, "apart": apart}
     found = [(attention_kept.DKDV, piece), (attention_kept.DQ, piece)]
     if apart:
-        group = sizes["heads"] // sizes["kv_heads"]
-        found += [(attention_kept.SUMS, piece | {"tokens": k.shape[0] * k.shape[1], "group": group})]
+        found += [(attention_kept.SUMS, of_parts | piece)]
     return found
 
 
@@ -115,7 +119,7 @@ def find(plan_for: PlanFor, config: Config, sizes: dict[str, Any], q: Any, k: An
         plans = [plan_for(one, q.device, *(own[d.name] for d in one.dimensions)) for one, own in found]
         if delta is None or None in plans:
             continue
-        if way["implementation"] == "kernels":
+        if way["implementation"] == "kernels" or sizes["windowed"]:
             return Found(way, delta, plans, None, (1, 1))
         own = found[0][1]
         given = (own[name] for name in ("queries", "keys", "heads", "causal", "packed"))
@@ -154,11 +158,30 @@ def launched(
         arrays = (q, dout, dq, lse, delta), (k, v, dk, dv)
         _launch_kept(found, number, *arrays, (query_starts, key_starts), (most_queries, most_keys), factors)
         return dq, dk, dv
-    of_keys, of_queries = found.plans
+    of_keys, of_queries, *of_sums = found.plans
     read = q, k, v, dout, lse, delta, query_starts, key_starts
-    of_keys.launch(number, *read, most_keys, *factors, dk, dv)
+    sums = _parts(k, q.shape[2]) if of_sums else (dk, dv)
+    of_keys.launch(number, *read, most_keys, *factors, *sums)
     of_queries.launch(number, *read, most_queries, *factors, dq)
+    if of_sums:
+        _add_parts(of_sums[0], number, sums, (dk, dv))
     return dq, dk, dv
+
+
+def _parts(k: Any, heads: int) -> tuple[Any, Any]:
+    """Make parts of dk and dv for each query head that reads the key heads of k."""
+    import torch
+
+    shape = (*k.shape[:2], heads, k.shape[3])
+    dk, dv = (torch.empty(shape, dtype=torch.float32, device=k.device) for _ in range(2))
+    return dk, dv
+
+
+def _add_parts(plan: Any, number: int, parts: tuple[Any, ...], sums: tuple[Any, ...]) -> None:
+    """Write the sums of the parts of the query heads that read each key head."""
+    kv_heads = sums[0].shape[2]
+    by_group = (x.view(-1, kv_heads, x.shape[2] // kv_heads, x.shape[3]) for x in parts)
+    plan.launch(number, *by_group, *(x.flatten(0, 1) for x in sums))
 
 
 def _empty(like: Any) -> Any:
@@ -187,16 +210,14 @@ def _launch_kept(
         if not of_sums:
             sums = dk, dv
         elif n % each == 0:
-            shape = (*k.shape[:2], each * q.shape[2], q.shape[3])
-            sums = tuple(torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
+            sums = _parts(k, each * q.shape[2])
         own = sums if each == 1 else [x.narrow(2, n % each * q.shape[2], q.shape[2]) for x in sums]
         of_keys.launch(number, q, k, v, dout, *rows, *starts, most[1], scale, softcap, *own, kept)
         of_queries.launch(number, kept, k, *starts, most[0], scale, dq)
         if of_sums and n % each == each - 1:
-            by_group = [x.view(-1, k.shape[2], x.shape[2] // k.shape[2], x.shape[3]) for x in sums]
-            of_sums[0].launch(number, *by_group, *(x.flatten(0, 1) for x in (dk, dv)))
+            _add_parts(of_sums[0], number, sums, (dk, dv))
             # Before the next key heads' are made.
-            del sums, own, by_group
+            del sums, own
 
 
 def _cut(arrays: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:
@@ -214,15 +235,20 @@ def _pieces_of(problem: Problem, *, apart: bool) -> int | None:
 def _has_room(problem: Problem, config: Config, target: Target) -> bool:
     if config["implementation"] not in ("kept", "apart"):
         return True
-    apart = config["implementation"] == "apart"
-    if problem["windowed"] or problem["dtype"] == "float32" or (apart and problem["heads"] == problem["kv_heads"]):
+    apart, heads, kv_heads = config["implementation"] == "apart", problem["heads"], problem["kv_heads"]
+    if problem["dtype"] == "float32" or (apart and heads == kv_heads):
         return False
+    if problem["windowed"]:
+        known = attention_problem.sizes(problem)
+        part = problem["head_dim"] * known["entries"] * known["key_tokens"] * 2 * ITEM_BYTES["float32"]
+        return apart and heads % kv_heads == 0 and bool(heads * part <= MOST_KEPT)
     return _pieces_of(problem, apart=apart) is not None
 
 
 _KEPT = Constraint(
     "dS is kept of half types, without windows, which leave few scores to compute again, and if that of one key head "
-    "has room, or with parts of one query head; it has parts only if key heads have several readers",
+    "has room, or with parts of one query head; there are parts only if key heads have several readers and, through a "
+    "window, if all have room",
     _has_room,
 )
 
@@ -265,7 +291,8 @@ def _default(problem: Problem, target: Target) -> Config:
     """Return what is fastest on an H200, for GPUs of its kind: parts if key heads have too few tiles to fill it."""
     count = _pieces_of(problem, apart=False)
     tiles = 0 if count is None else problem["batch"] * (problem["kv_heads"] // count) * cdiv(problem["keys"], 64)
-    names = ("apart", "kept") if tiles < 3 * target.sm_count else ("kept",)
+    few = target.sm_count if problem["windowed"] else 3 * target.sm_count
+    names = ("apart", "kept") if tiles < few else ("kept",)
     found = [config for config in (Config(implementation=name) for name in names) if _has_room(problem, config, target)]
     return found[0] if found and target.has_wgmma else Config(implementation="kernels")
 

@@ -20,6 +20,7 @@ import cuda.tile as ct
 
 from tilekern.kernels.attention import backward_problem as shared
 from tilekern.kernels.attention import kept_cute
+from tilekern.kernels.attention.apart import PARTS_FIT, by_readers
 from tilekern.kernels.attention.backward import keys_gradients
 from tilekern.kernels.attention.problem import SCALARS, STARTS, K, depth_of, is_one_loop, mask, pairs, sizes
 from tilekern.kernels.attention.problem import inputs as attention_inputs
@@ -348,10 +349,7 @@ def _keys_reference(
     packed: bool,
 ) -> dict[str, Any]:  # fmt: skip
     if apart:
-        import torch
-
-        of_head = torch.arange(q.shape[2], device=q.device) * k.shape[2] // q.shape[2]
-        k, v = k[:, :, of_head], v[:, :, of_head]
+        k, v = by_readers(q, k, v)
     return shared.REFERENCES["keys"](
         q=q, k=k, v=v, dout=dout, lse=lse, delta=delta, query_starts=query_starts, key_starts=key_starts,
         most_queries=most_queries, most_keys=most_keys, scale=scale, softcap=softcap, window=0, causal=causal,
@@ -371,10 +369,8 @@ _DKDV_SPACE = Space(
     (
         *_KEYS.constraints,
         Constraint(
-            "float32 parts of 128 keys, on their way to memory, do not fit the shared memory beside tiles of tcgen05",
-            lambda problem, config, target: (
-                config["tile_n"] <= 64 or not (problem["apart"] and target.has_tensor_memory)
-            ),
+            PARTS_FIT.reason,
+            lambda problem, config, target: not problem["apart"] or PARTS_FIT.holds(problem, config, target),
         ),
     ),
     beside=(kept_cute.SPACE,),
