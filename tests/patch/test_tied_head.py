@@ -184,6 +184,26 @@ def test_where_logits_are_made_the_embedding_is_torch_s():
     assert not run(model)[1]
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("way", ["inside", "around"])
+def test_a_compiled_model_is_one_graph_and_compiled_once(way):
+    model = qwen3()
+    reference, *_ = run(model)
+    apply()
+    if way == "inside":
+        model.model.compile(backend="aot_eager", fullgraph=True)
+    else:
+        model.model = torch.compile(model.model, backend="aot_eager", fullgraph=True)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(3):
+            model.zero_grad()
+            model(input_ids=IDS, labels=IDS).loss.backward()
+    for a, b in zip([p.grad for p in model.parameters()], reference, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.usefixtures("interpreted")
 def test_rows_may_be_changed_by_hooks_and_under_checkpoints():
     """As by NEFTune, and as by transformers for checkpoints of layers."""

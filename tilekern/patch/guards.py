@@ -83,6 +83,17 @@ def is_gathered(model: torch.nn.Module) -> bool:
 _FSDP = ("FSDPModule", "FullyShardedDataParallel")
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Return whether torch.compile has compiled a module on its own, in place or as another one around it."""
+    return "_compiled_call_impl" in vars(module) or is_wrapped_to_compile(module)
+
+
+def is_wrapped_to_compile(module: torch.nn.Module) -> bool:
+    """Return whether a module is what ``torch.compile(module)`` returns."""
+    kind = type(module)
+    return kind.__name__ == "OptimizedModule" and kind.__module__ == "torch._dynamo.eval_frame"
+
+
 def has_hooks(module: Any) -> bool:
     """Return whether calling a module runs more than its forward; a function can only have global hooks."""
     try:

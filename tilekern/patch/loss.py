@@ -23,6 +23,7 @@ from tilekern.patch.guards import (
     hooks_are_of,
     is_from,
     is_plain,
+    is_wrapped_to_compile,
 )
 from tilekern.patch.rewriting import rewritten
 from tilekern.patch.skipped_logits import SKIPPED
@@ -115,7 +116,7 @@ def _called_for(head: Any) -> Any:
     For a head that torch.compile compiled on its own, as for accelerate's regions, return the original layer.
     """
     kind = type(head)
-    if kind.__name__ == "OptimizedModule" and kind.__module__ == "torch._dynamo.eval_frame" and not has_hooks(head):
+    if is_wrapped_to_compile(head) and not has_hooks(head):
         return _called_for(head._orig_mod)
     wraps = (kind.__module__, kind.__name__) == ("peft.utils.other", "ModulesToSaveWrapper")
     if not wraps or has_hooks(head) or "forward" in vars(head):

@@ -12,7 +12,7 @@ import torch
 from tilekern.ops.registration import is_transformed
 from tilekern.ops.tied_embedding import tied_embedding
 from tilekern.patch.digests import Table, definition_of
-from tilekern.patch.guards import has_hooks, is_plain
+from tilekern.patch.guards import has_hooks, is_compiled, is_plain
 
 # Embeddings whose rows are multiplied by ``embed_scale``.
 _SCALED = Table("embeddings", {"Gemma3TextScaledWordEmbedding": True})
@@ -63,7 +63,8 @@ def tied_head(model: Any, head: Any, labels: Any, skip_logits: bool | None) -> c
         embedding = model.get_input_embeddings()
     except NotImplementedError:
         return contextlib.nullcontext()
-    return TiedHead(embedding) if _is_tied(embedding, head) else contextlib.nullcontext()
+    is_served = _is_tied(embedding, head) and _is_called_eagerly(model, embedding)
+    return TiedHead(embedding) if is_served else contextlib.nullcontext()
 
 
 def _is_tied(embedding: Any, head: Any) -> bool:
@@ -78,6 +79,19 @@ def _is_tied(embedding: Any, head: Any) -> bool:
         return False
     kind: Any = type(embedding)
     return _sums_rows(kind)
+
+
+def _is_called_eagerly(module: Any, embedding: Any) -> bool:
+    """Return whether an embedding is in a module, outside of lists, and nothing around it is compiled.
+
+    A graph of torch.compile would end at the forward that a step puts in place.
+    """
+    for child in module.children():
+        if child is embedding:
+            return not is_compiled(child)
+        if not isinstance(child, torch.nn.ModuleList) and _is_called_eagerly(child, embedding):
+            return not is_compiled(child)
+    return False
 
 
 @functools.cache
