@@ -61,7 +61,7 @@ def _with_rows(of_table: Tensor, of_rows: Tensor, ids: Tensor, padding_idx: int 
     if 2 * tokens > len(of_table):
         return of_table.add_(_spread(of_rows, ids, len(of_table), padding_idx))
     # Any one of the tokens with an id stands for it; which of them is written last does not matter.
-    places = torch.arange(tokens, device=ids.device)
+    places = torch.arange(tokens, dtype=torch.int64, device=ids.device)
     known = torch.empty(len(of_table), dtype=torch.int64, device=ids.device).index_copy_(0, ids, places)
     first = known.index_select(0, ids)
     sums = _spread(of_rows, first, tokens, None).index_select(0, first)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # Gradients and losses are sums over tokens, an optimizer has none, and checks of labels give no numbers.
 _SUMS = re.compile(
-    r".*_backward(_remake)?|attention_(delta|sums|(dkdv|dq)(_kept)?)|column_sum|dyt_sums|"
+    r".*_backward(_remake)?|attention_(delta|sums|dkdv_apart|(dkdv|dq)(_kept)?)|column_sum|dyt_sums|"
     r"grouped_(weight_gradient|sum)|scale|adamw|labels|cross_entropy_(forward|fused)|fused_linear_.*|kl_div.*|"
     r"(logits_)?jsd.*|tvd.*|router_losses_forward"
 )
