@@ -27,6 +27,8 @@ export TILEKERN_CACHE_DIR="$scratch/cache" PYTHONPATH="$PWD" PIP_DISABLE_PIP_VER
 # Where Python is told to keep no bytecode, each process that a test starts would compile the source of torch and
 # transformers anew: a `python -m tilekern.tune` took 7.7 s then, and takes 4.2 s.
 unset PYTHONDONTWRITEBYTECODE
+# As users have it: what is buffered may fail at exit.
+unset PYTHONUNBUFFERED
 export PYTHONPYCACHEPREFIX="$scratch/bytecode"
 # To compile torch, transformers and the tests before the first of them takes three workers on two cores 17 s.
 [ "$tier" != quick ] || PYTHONPYCACHEPREFIX="$PWD/.bytecode"

@@ -177,20 +177,37 @@ def command_line(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
                         return main(*args, **kwargs)
                     except (TilekernError, TilekernWarning) as error:  # a warning is raised under `python -W error`
                         return fail(str(error), 4 if isinstance(error, ToolchainMissing) else 2)
+                    finally:
+                        # What is buffered would fail at exit, with another code and a trace.
+                        _flush_output()
             except ExtraMissing as error:
                 return fail(str(error))
             except KeyboardInterrupt:
                 return fail("stopped", 130)
             except BrokenPipeError:
-                # Python would complain once more when it flushes at exit.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                _drop_output()
                 return 0
             except OSError as error:
+                try:
+                    _flush_output()
+                except OSError:
+                    _drop_output()
                 return fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
 
         return run
 
     return decorated
+
+
+def _flush_output() -> None:
+    """Write what is buffered; there is no output if the process was started without one."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def _drop_output() -> None:
+    """Let what is still buffered go nowhere, since Python would complain once more when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def versioned(command: click.Command) -> click.Command:
